@@ -1,0 +1,1 @@
+"""Dynamic Token Warping: which draft token each proxy token came from."""

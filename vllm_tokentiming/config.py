@@ -1,0 +1,152 @@
+"""What can be set: one frozen, validated source of every option, its help and its default."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, Self
+
+from vllm_tokentiming.errors import ConfigError
+
+TransferMode = Literal["point_mass", "paper"]
+EngineKind = Literal["vllm", "transformers"]
+DraftDtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+MAX_SPECULATIVE_TOKENS: Final = 128
+"""vLLM's rejection sampler takes at most this many proposed tokens a request and step (``MAX_SPEC_LEN``)."""
+
+
+def _option(default: Any, help_text: str) -> Any:
+    return field(default=default, metadata={"help": help_text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenTimingConfig:
+    """Every option of the plugin, validated once.
+
+    The keys are those of ``--speculative-config`` with ``"method": "tokentiming"`` (where ``draft_model`` is called
+    ``model``, as for vLLM's other methods), and of ``--additional-config '{"tokentiming": {…}}'``.
+
+    Raises:
+        ConfigError: a value is of the wrong type or out of range; the message says what to write instead.
+    """
+
+    draft_model: str = field(metadata={"help": "path or Hub id of the draft model"})
+    draft_tokenizer: str | None = _option(None, "path or Hub id of the draft's tokenizer; default: the draft model")
+    draft_revision: str | None = _option(None, "Hub revision of the draft model and its tokenizer")
+    draft_dtype: DraftDtype = _option("auto", "dtype of the draft's weights; auto: the target's")
+    draft_quantization: str | None = _option(None, "vLLM quantization method of the draft; default: as its config says")
+    draft_trust_remote_code: bool = _option(False, "run code that the draft's repository brings")
+    draft_max_model_len: int | None = _option(
+        None, "longest draft context, tokens; past it a request goes on without proposals; default: the draft's own"
+    )
+    draft_kv_cache_memory: float | None = _option(
+        None, "draft KV cache, GiB; default: room for max_num_seqs × max_model_len, at most 1 GiB on CPU and 4 GiB on GPU"
+    )
+    draft_enforce_eager: bool | None = _option(None, "run the draft without torch.compile; default: as the target")
+    num_draft_tokens: int | None = _option(
+        None, "draft forward passes per cycle; default: num_speculative_tokens (the cap on proxy tokens)"
+    )
+    window_radius: int = _option(8, "Sakoe-Chiba radius of the alignment, cells (paper: 8 is best)")
+    transfer: TransferMode = _option("point_mass", "how draft probabilities reach the rejection sampler")
+    allow_lossy: bool = _option(False, "permit transfer=paper, which changes the target's output distribution")
+    draft_top_k: int = _option(64, "the draft samples from its k likeliest tokens")
+    draft_temperature: float | None = _option(None, "the draft's temperature; default: the request's own")
+    special_token_pairs: tuple[tuple[str, str], ...] = _option(
+        (), "(target literal, draft literal) of special tokens that mean the same, beside those with equal literals"
+    )
+    engine: EngineKind = _option("vllm", "what runs the draft model")
+    seed: int = _option(0, "seed of the draft's sampling for requests without their own")
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        if not self.draft_model.strip():
+            raise ConfigError('draft_model is empty. Name the draft, e.g. "model": "HuggingFaceTB/SmolLM2-135M-Instruct".')
+        self._check_range("draft_max_model_len", minimum=2)
+        self._check_range("draft_kv_cache_memory", minimum=0.0, open_minimum=True)
+        self._check_range("num_draft_tokens", minimum=1, maximum=MAX_SPECULATIVE_TOKENS)
+        self._check_range("window_radius", minimum=1)
+        self._check_range("draft_top_k", minimum=1)
+        self._check_range("draft_temperature", minimum=0.0)
+        self._check_range("seed", minimum=0)
+        if self.transfer == "paper" and not self.allow_lossy:
+            raise ConfigError(
+                "transfer='paper' gives the rejection sampler the paper's scalar probabilities, which changes the target's "
+                "output distribution. Set allow_lossy=true to reproduce the paper, or use transfer='point_mass' (lossless)."
+            )
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any]) -> Self:
+        """Build from a JSON-like mapping; unknown keys are errors.
+
+        Raises:
+            ConfigError: an unknown key, a missing draft model, or an invalid value.
+        """
+        known = {f.name for f in dataclasses.fields(cls)}
+        for key in options:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(f"unknown tokentiming option {key!r}.{hint} Known options: {', '.join(sorted(known))}.")
+        if not options.get("draft_model"):
+            raise ConfigError(
+                'no draft model is named. Set "model" in --speculative-config (or "draft_model" in '
+                '--additional-config {"tokentiming": …}) to a path or Hub id.'
+            )
+        values = dict(options)
+        if "special_token_pairs" in values:
+            values["special_token_pairs"] = _as_pairs(values["special_token_pairs"])
+        return cls(**values)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The options as JSON-serialisable values, the inverse of :meth:`from_mapping`."""
+        values = dataclasses.asdict(self)
+        values["special_token_pairs"] = [list(pair) for pair in self.special_token_pairs]
+        return values
+
+    def _check_types(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for f in dataclasses.fields(self):
+            value, expected = getattr(self, f.name), hints[f.name]
+            if f.name == "special_token_pairs":
+                continue
+            alternatives = typing.get_args(expected) or (expected,)
+            if typing.get_origin(expected) is Literal:
+                if value not in alternatives:
+                    choices = ", ".join(repr(a) for a in alternatives)
+                    raise ConfigError(f"{f.name} is {value!r}; it must be one of {choices}.")
+                continue
+            accepted = tuple(a for a in alternatives if isinstance(a, type))
+            if float in accepted:
+                accepted += (int,)
+            if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
+                names = " or ".join("null" if a is type(None) else a.__name__ for a in accepted)
+                raise ConfigError(f"{f.name} is {value!r} ({type(value).__name__}); it must be {names}.")
+
+    def _check_range(
+        self, name: str, *, minimum: float, maximum: float | None = None, open_minimum: bool = False
+    ) -> None:
+        value = getattr(self, name)
+        if value is None:
+            return
+        too_small = value <= minimum if open_minimum else value < minimum
+        if too_small or (maximum is not None and value > maximum) or value != value or value == float("inf"):
+            bound = f"greater than {minimum}" if open_minimum else f"at least {minimum}"
+            if maximum is not None:
+                bound += f" and at most {maximum}"
+            raise ConfigError(f"{name} is {value!r}; it must be {bound}.")
+
+
+def _as_pairs(value: Any) -> tuple[tuple[str, str], ...]:
+    try:
+        pairs = tuple((target, draft) for target, draft in value)
+    except (TypeError, ValueError):
+        pairs = ((None, None),)
+    if not all(isinstance(target, str) and isinstance(draft, str) for target, draft in pairs):
+        raise ConfigError(
+            f'special_token_pairs is {value!r}; it must be a list of [target literal, draft literal], e.g. [["<|im_end|>", "</s>"]].'
+        )
+    return pairs

@@ -1,0 +1,85 @@
+"""What a draft engine is: the one seam between the pipeline and whatever runs the draft model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSampling:
+    """How one request's draft tokens are drawn.
+
+    Attributes:
+        temperature: 0 drafts greedily; else the draft's laws are its softmax at this temperature.
+        top_k: the laws are restricted to this many tokens and renormalised *before* sampling, so they are exactly the
+            distributions that the tokens were drawn from.
+        seed: a request's own seed (already derived; equal seeds give equal draws), or None for the engine's stream.
+    """
+
+    temperature: float
+    top_k: int
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRequest:
+    """One request's part in a cycle.
+
+    Attributes:
+        request_id: key of the request's KV and random state inside the engine.
+        context_ids: the whole context in the draft's vocabulary, BOS included. The engine compares it with what its KV
+            holds, rolls back to the first difference and computes the rest. It does not keep or change the list.
+        num_steps: tokens to draft; 0 only warms the KV.
+        sampling: None drafts greedily and returns no laws.
+    """
+
+    request_id: str
+    context_ids: Sequence[int]
+    num_steps: int
+    sampling: DraftSampling | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftedTokens:
+    """What the draft proposed for one request.
+
+    Attributes:
+        ids_in_draft_vocab: the drafted tokens, at most ``num_steps``. Empty while a long prompt is still being prefilled,
+            when the context does not fit, and when the draft's logits were not finite.
+        law_ids: int32 [len(ids), top_k], the support of each token's law, or None for a greedy draft.
+        law_probs: float64 [len(ids), top_k], its probabilities, each row summing to 1; positions without mass are 0.
+    """
+
+    ids_in_draft_vocab: list[int]
+    law_ids: npt.NDArray[np.int32] | None = None
+    law_probs: npt.NDArray[np.float64] | None = None
+
+
+class DraftEngine(Protocol):
+    """Runs one draft model for a batch of requests. Owns the draft's weights, KV and random numbers, keyed by request id."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the draft's logits."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest context plus drafted tokens."""
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftedTokens]:
+        """Draft for every request, in order.
+
+        Raises:
+            DraftEngineError: the step failed as a whole; the KV of the requests is then dropped.
+        """
+
+    def release(self, request_id: str) -> None:
+        """Free what is kept for a request; unknown ids are ignored."""
+
+    def describe(self) -> str:
+        """One line for the start-up log: engine, dtype, KV budget."""

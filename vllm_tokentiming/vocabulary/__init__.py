@@ -1,0 +1,1 @@
+"""Tokenizers as byte tables: draft contexts, proxy tokens, special tokens."""
