@@ -62,6 +62,7 @@ class TokenTimingConfig:
     seed: int = _option(0, "seed of the draft's sampling for requests without their own")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "special_token_pairs", _as_pairs(self.special_token_pairs))
         self._check_types()
         if not self.draft_model.strip():
             raise ConfigError('draft_model is empty. Name the draft, e.g. "model": "HuggingFaceTB/SmolLM2-135M-Instruct".')
@@ -96,10 +97,7 @@ class TokenTimingConfig:
                 'no draft model is named. Set "model" in --speculative-config (or "draft_model" in '
                 '--additional-config {"tokentiming": …}) to a path or Hub id.'
             )
-        values = dict(options)
-        if "special_token_pairs" in values:
-            values["special_token_pairs"] = _as_pairs(values["special_token_pairs"])
-        return cls(**values)
+        return cls(**options)
 
     def to_mapping(self) -> dict[str, Any]:
         """The options as JSON-serialisable values, the inverse of :meth:`from_mapping`."""
@@ -141,11 +139,10 @@ class TokenTimingConfig:
 
 
 def _as_pairs(value: Any) -> tuple[tuple[str, str], ...]:
-    try:
-        pairs = tuple((target, draft) for target, draft in value)
-    except (TypeError, ValueError):
-        pairs = ((None, None),)
-    if not all(isinstance(target, str) and isinstance(draft, str) for target, draft in pairs):
+    # Only lists and tuples: a string of two characters would unpack like a pair, and a mapping yield its keys.
+    outer = value if isinstance(value, list | tuple) else (None,)
+    pairs = tuple(tuple(pair) if isinstance(pair, list | tuple) else () for pair in outer)
+    if not all(len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], str) for pair in pairs):
         raise ConfigError(
             f'special_token_pairs is {value!r}; it must be a list of [target literal, draft literal], e.g. [["<|im_end|>", "</s>"]].'
         )
