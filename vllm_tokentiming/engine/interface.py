@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+
+class Silence(enum.StrEnum):
+    """Why a request has no proposal this cycle; also the label of the counter."""
+
+    CONTEXT_TOO_LONG = "context_too_long"
+    PREFILLING = "prefilling"
+    CACHE_EXHAUSTED = "cache_exhausted"
+    NOT_FINITE = "not_finite"
+    WARMING = "warming"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +46,15 @@ class DraftRequest:
         context_ids: the whole context in the draft's vocabulary, BOS included. The engine compares it with what its KV
             holds, rolls back to the first difference and computes the rest. It does not keep or change the list.
         num_steps: tokens to draft; 0 only warms the KV.
+        num_stable: so many leading context ids are the same as in this request's previous call (a lower bound; it only
+            saves the comparison).
         sampling: None drafts greedily and returns no laws.
     """
 
     request_id: str
     context_ids: Sequence[int]
     num_steps: int
+    num_stable: int = 0
     sampling: DraftSampling | None = None
 
 
@@ -49,13 +63,14 @@ class DraftedTokens:
     """What the draft proposed for one request.
 
     Attributes:
-        ids_in_draft_vocab: the drafted tokens, at most ``num_steps``. Empty while a long prompt is still being prefilled,
-            when the context does not fit, and when the draft's logits were not finite.
+        ids_in_draft_vocab: the drafted tokens, at most ``num_steps``.
+        reason: why there are none, for the counter; None when there are.
         law_ids: int32 [len(ids), top_k], the support of each token's law, or None for a greedy draft.
         law_probs: float64 [len(ids), top_k], its probabilities, each row summing to 1; positions without mass are 0.
     """
 
     ids_in_draft_vocab: list[int]
+    reason: Silence | None = None
     law_ids: npt.NDArray[np.int32] | None = None
     law_probs: npt.NDArray[np.float64] | None = None
 

