@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -44,7 +45,8 @@ class TokenTimingConfig:
         None, "longest draft context, tokens; past it a request goes on without proposals; default: the draft's own"
     )
     draft_kv_cache_memory: float | None = _option(
-        None, "draft KV cache, GiB; default: room for max_num_seqs × max_model_len, at most 1 GiB on CPU and 4 GiB on GPU"
+        None,
+        "draft KV cache, GiB; default: room for max_num_seqs × max_model_len, at most 1 GiB on CPU and 4 GiB on GPU",
     )
     draft_enforce_eager: bool | None = _option(None, "run the draft without torch.compile; default: as the target")
     num_draft_tokens: int | None = _option(
@@ -65,7 +67,9 @@ class TokenTimingConfig:
         object.__setattr__(self, "special_token_pairs", _as_pairs(self.special_token_pairs))
         self._check_types()
         if not self.draft_model.strip():
-            raise ConfigError('draft_model is empty. Name the draft, e.g. "model": "HuggingFaceTB/SmolLM2-135M-Instruct".')
+            raise ConfigError(
+                'draft_model is empty. Name the draft, e.g. "model": "HuggingFaceTB/SmolLM2-135M-Instruct".'
+            )
         self._check_range("draft_max_model_len", minimum=2)
         self._check_range("draft_kv_cache_memory", minimum=0.0, open_minimum=True)
         self._check_range("num_draft_tokens", minimum=1, maximum=MAX_SPECULATIVE_TOKENS)
@@ -75,8 +79,9 @@ class TokenTimingConfig:
         self._check_range("seed", minimum=0)
         if self.transfer == "paper" and not self.allow_lossy:
             raise ConfigError(
-                "transfer='paper' gives the rejection sampler the paper's scalar probabilities, which changes the target's "
-                "output distribution. Set allow_lossy=true to reproduce the paper, or use transfer='point_mass' (lossless)."
+                "transfer='paper' gives the rejection sampler the paper's scalar probabilities, which changes the "
+                "target's output distribution. Set allow_lossy=true to reproduce the paper, or use "
+                "transfer='point_mass' (lossless)."
             )
 
     @classmethod
@@ -91,7 +96,9 @@ class TokenTimingConfig:
             if key not in known:
                 near = difflib.get_close_matches(str(key), known, n=1)
                 hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(f"unknown tokentiming option {key!r}.{hint} Known options: {', '.join(sorted(known))}.")
+                raise ConfigError(
+                    f"unknown tokentiming option {key!r}.{hint} Known options: {', '.join(sorted(known))}."
+                )
         if not options.get("draft_model"):
             raise ConfigError(
                 'no draft model is named. Set "model" in --speculative-config (or "draft_model" in '
@@ -131,7 +138,11 @@ class TokenTimingConfig:
         if value is None:
             return
         too_small = value <= minimum if open_minimum else value < minimum
-        if too_small or (maximum is not None and value > maximum) or value != value or value == float("inf"):
+        if (
+            too_small
+            or (maximum is not None and value > maximum)
+            or (isinstance(value, float) and not math.isfinite(value))
+        ):
             bound = f"greater than {minimum}" if open_minimum else f"at least {minimum}"
             if maximum is not None:
                 bound += f" and at most {maximum}"
@@ -144,6 +155,7 @@ def _as_pairs(value: Any) -> tuple[tuple[str, str], ...]:
     pairs = tuple(tuple(pair) if isinstance(pair, list | tuple) else () for pair in outer)
     if not all(len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], str) for pair in pairs):
         raise ConfigError(
-            f'special_token_pairs is {value!r}; it must be a list of [target literal, draft literal], e.g. [["<|im_end|>", "</s>"]].'
+            f"special_token_pairs is {value!r}; it must be a list of [target literal, draft literal], "
+            'e.g. [["<|im_end|>", "</s>"]].'
         )
     return pairs

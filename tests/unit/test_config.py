@@ -1,4 +1,4 @@
-"""Every validation of ``TokenTimingConfig``: what is refused, what the message says, and the round trip through JSON."""
+"""Every validation of ``TokenTimingConfig``: what is refused, what the message says; the round trip through JSON."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_is_hashable_and_compares_by_value() -> None:
 
 @pytest.mark.parametrize("missing", [{}, {"draft_model": ""}, {"draft_model": None}])
 def test_missing_draft_model_is_named_with_its_key(missing: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match='no draft model is named.*"model".*path or Hub id'):
+    with pytest.raises(ConfigError, match=r'no draft model is named.*"model".*path or Hub id'):
         TokenTimingConfig.from_mapping(missing)
 
 
@@ -177,7 +177,19 @@ def test_special_token_pairs_become_tuples() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [None, 5, "<s>", ["<s>"], ["ab"], [["<s>"]], [["a", "b", "c"]], [["a", 1]], [[None, "b"]], {"ab": "cd"}, [{"a", "b"}]],
+    [
+        None,
+        5,
+        "<s>",
+        ["<s>"],
+        ["ab"],
+        [["<s>"]],
+        [["a", "b", "c"]],
+        [["a", 1]],
+        [[None, "b"]],
+        {"ab": "cd"},
+        [{"a", "b"}],
+    ],
 )
 def test_malformed_special_token_pairs_show_a_right_one(value: Any) -> None:
     message = refusal(special_token_pairs=value)
@@ -246,13 +258,21 @@ def test_hypothesis_strategy_covers_every_option() -> None:
 
 
 JUNK = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.lists(st.text()), st.dictionaries(st.text(), st.text())
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(),
+    st.lists(st.text()),
+    st.dictionaries(st.text(), st.text()),
 )
 
 
 @given(name=st.sampled_from(sorted(FIELDS)), value=JUNK)
 def test_any_json_value_is_accepted_or_refused_by_name(name: str, value: Any) -> None:
+    message = ""
     try:
         config(**{name: value})
     except ConfigError as error:
-        assert name in str(error) or (name == "draft_model" and "draft model" in str(error))
+        message = str(error)
+    assert not message or name in message or (name == "draft_model" and "draft model" in message)
