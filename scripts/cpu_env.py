@@ -39,7 +39,7 @@ def core_list(cores: Sequence[int]) -> str:
 
 
 def preloads(present: str) -> str:
-    """Extend ``LD_PRELOAD`` by Intel's OpenMP runtime and tcmalloc, where they are and the user has not chosen others."""
+    """Add Intel's OpenMP runtime and tcmalloc to ``LD_PRELOAD``, if they are there and the user chose no others."""
     libraries = [part for part in present.split(":") if part]
     if not any(name in present for name in OPENMP_NAMES):
         intel_openmp = Path(sys.prefix) / "lib" / "libiomp5.so"  # where the wheel intel-openmp puts it
@@ -57,8 +57,8 @@ def cpu_environment(base: Mapping[str, str], *, kv_cache_gib: int = 1, bind_thre
     Args:
         base: what the user has set; no value of it is replaced.
         kv_cache_gib: the target's KV cache, GiB.
-        bind_threads: bind OpenMP to every core that this process may use. vLLM's own choice leaves one idle; its list must
-            have one entry for each worker, so it is left to vLLM where there are several.
+        bind_threads: bind OpenMP to every core that this process may use. vLLM's own choice leaves one idle; its list
+            must have one entry for each worker, so it is left to vLLM where there are several.
     """
     environment = dict(base)
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -1,7 +1,7 @@
 """Serve a pair of models through ``vllm serve`` until Ctrl-C, and print a curl line once it answers.
 
-Without ``--model`` and ``--draft`` it serves the tiny pair that the package brings. Owns the server's process group: when
-this process ends, however it ends, no process of the server is left.
+Without ``--model`` and ``--draft`` it serves the tiny pair that the package brings. Owns the server's process group:
+when this process ends, however it ends, no process of the server is left.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     """Read the command line; what is not known here goes to ``vllm serve`` as it is."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--model", default="", help="target: folder or Hub id; default: the tiny pair's")
-    parser.add_argument("--draft", default="", help="draft: folder or Hub id; default: the tiny pair's, if that is served")
+    parser.add_argument(
+        "--draft", default="", help="draft: folder or Hub id; default: the tiny one, under the tiny target"
+    )
     parser.add_argument("--method", default="tokentiming", help="speculative method; none serves without")
     parser.add_argument("--tokens", type=int, default=5, help="num_speculative_tokens")
     parser.add_argument("--options", default="", help="JSON object with further keys of --speculative-config")
@@ -75,7 +77,7 @@ def tiny_pair() -> tuple[str, str]:
     answer = subprocess.run([tool, "tiny-pair"], capture_output=True, text=True, check=False)
     folders = answer.stdout.split("\n")
     if answer.returncode or len(folders) < 2 or not all(Path(folder).is_dir() for folder in folders[:2]):
-        raise ServeError(f"'tokentiming tiny-pair' did not name two folders. It printed:\n{answer.stdout}{answer.stderr}")
+        raise ServeError(f"'tokentiming tiny-pair' named no two folders, but:\n{answer.stdout}{answer.stderr}")
     return folders[0], folders[1]
 
 
@@ -98,7 +100,7 @@ def speculative_config(options: argparse.Namespace, draft: str) -> dict[str, obj
             config |= json.loads(options.options)
         except (ValueError, TypeError) as error:
             raise ServeError(
-                f"OPTIONS is {options.options!r}; it must be a JSON object such as {{\"window_radius\": 8}} ({error})."
+                f'OPTIONS is {options.options!r}; it must be a JSON object such as {{"window_radius": 8}} ({error}).'
             ) from error
     return config
 
@@ -187,7 +189,11 @@ def running(plan: Plan) -> Iterator[subprocess.Popen[bytes]]:
     """Run the server, and leave nothing of it behind."""
     # Its own session: the terminal's Ctrl-C would otherwise reach every worker at once.
     server = subprocess.Popen(
-        plan.command, env=plan.environment, start_new_session=True, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent
+        plan.command,
+        env=plan.environment,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        preexec_fn=die_with_parent,  # noqa: PLW1509 - this process has one thread
     )
     try:
         yield server
@@ -210,8 +216,8 @@ def curl_line(url: str) -> str:
     """One command that asks the served model something."""
     with OPENER.open(f"{url}/v1/models", timeout=30) as answer:
         name = json.load(answer)["data"][0]["id"]
-    question = {"model": name, "messages": [{"role": "user", "content": "What does os.path.join do?"}], "max_tokens": 64}
-    body = shlex.quote(json.dumps(question))
+    messages = [{"role": "user", "content": "What does os.path.join do?"}]
+    body = shlex.quote(json.dumps({"model": name, "messages": messages, "max_tokens": 64}))
     return f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d {body}"
 
 
@@ -238,7 +244,7 @@ def main() -> int:
         with running(plan) as server:
             while not answers(f"{plan.url}/health"):
                 if server.poll() is not None:
-                    raise ServeError(f"vllm serve ended with status {server.returncode} before it was up; its log is above.")
+                    raise ServeError(f"vllm serve ended with status {server.returncode} before it was up: see its log.")
                 time.sleep(0.5)
             say("up. Try this from another terminal; Ctrl-C here ends the server.")
             print(f"\n{curl_line(plan.url)}\n", flush=True)

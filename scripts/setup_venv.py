@@ -105,7 +105,9 @@ class Environment:
     def fail(self, what: str) -> SetupError:
         """An error that shows the end of the log."""
         tail = "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-25:])
-        return SetupError(f"{what} failed. The end of {self.log}:\n{tail}\nRun the same command again once that is cured.")
+        return SetupError(
+            f"{what} failed. The end of {self.log}:\n{tail}\nRun the same command again once it is cured."
+        )
 
 
 def install_torch(environment: Environment) -> None:
@@ -146,9 +148,9 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="folder of the environment")
-    parser.add_argument("--backend", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if a GPU answers")
+    parser.add_argument("--backend", choices=("auto", "cpu", "cuda"), default="auto", help="auto: by GPU")
     parser.add_argument("--extras", default="test,lint", help="further extras of the package, comma-separated")
-    parser.add_argument("--no-editable", action="store_true", help="install a built wheel instead of linking the sources")
+    parser.add_argument("--no-editable", action="store_true", help="install a wheel instead of linking the sources")
     return parser.parse_args()
 
 
