@@ -1,0 +1,167 @@
+"""The other transfers under the same enumeration: point masses, TLI and SLEM are exact, two tempting rules are not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from reference.enumeration import World, longest_match, outcome
+from reference.toy_rules import CHARACTERS, LETTERS, rows_of, world
+
+from vllm_tokentiming.transfer.chunks import ChunkTable
+from vllm_tokentiming.transfer.extendable import Extendable
+from vllm_tokentiming.transfer.special_cases import point_law, shared_law, slem_transfer, tli_transfer
+
+EXACT = 1e-12
+
+
+class SharedTokensWorld(World):
+    """A draft that draws from the tokens that both vocabularies share."""
+
+    @property
+    def target_of_draft(self):
+        table = [self.target.index(token) if token and token in self.target else -1 for token in self.draft]
+        if self.draft_end >= 0:
+            table[self.draft_end] = self.target_end
+        return np.array(table, dtype=np.int32)
+
+    def draft_law(self, context):
+        ids, probs = super().draft_law(context)
+        restricted = shared_law(ids, probs, self.target_of_draft)
+        assert restricted is not None
+        return ids, restricted
+
+
+class GreedyWorld(World):
+    def draft_law(self, context):
+        ids, _ = super().draft_law(context)
+        return ids[:1], np.ones(1)
+
+
+def as_kind(toy, kind):
+    return kind(**{f.name: getattr(toy, f.name) for f in dataclasses.fields(World)})
+
+
+@pytest.mark.parametrize("alphabet", [LETTERS, CHARACTERS], ids=["letters", "split-characters"])
+@pytest.mark.parametrize("ends", [False, True], ids=["endless", "ends"])
+def test_tli_has_the_law_of_the_target(alphabet, ends):
+    for seed in range(4):
+        toy = as_kind(world(seed, alphabet=alphabet, ends=ends), SharedTokensWorld)
+        transfer = tli_transfer(
+            toy.target_of_draft,
+            target_vocab_size=len(toy.target),
+            end_ids_in_draft_vocab=[toy.draft_end] if ends else [],
+        )
+
+        def rule(drafted, toy=toy, transfer=transfer):
+            exact = transfer.exact_rows(
+                drafted.ids,
+                law_ids=drafted.law_ids,
+                law_probs=drafted.law_probs,
+                extendable=Extendable.nothing(len(toy.draft)),
+                planned_steps=drafted.planned_steps,
+                max_tokens=99,
+            )
+            assert len(exact.tokens_in_target_vocab) == len(drafted.ids)
+            return rows_of(exact)
+
+        result = outcome(toy, rule, steps=3, depth=3)
+        assert result.distance < EXACT
+        assert result.accepted > 0.1
+
+
+@pytest.mark.parametrize("alphabet", [LETTERS, CHARACTERS], ids=["letters", "split-characters"])
+def test_slem_has_the_law_of_the_target(alphabet):
+    for seed in range(6):
+        toy = as_kind(world(seed, alphabet=alphabet), GreedyWorld)
+        table = ChunkTable(
+            draft_vocab_size=len(toy.draft),
+            target_vocab_size=len(toy.target),
+            encode=lambda run, lasts, toy=toy: [toy.encode(run, d) for d in lasts],
+        )
+        transfer = slem_transfer(table, end_ids_in_draft_vocab=[toy.draft_end])
+        everything = Extendable.build(np.ones(len(toy.draft), dtype=np.bool_), toy.draft)
+
+        def rule(drafted, toy=toy, transfer=transfer, everything=everything):
+            law_ids, law_probs = point_law(drafted.ids)
+            exact = transfer.exact_rows(
+                drafted.ids,
+                law_ids=law_ids,
+                law_probs=law_probs,
+                extendable=everything,
+                planned_steps=drafted.planned_steps,
+                max_tokens=99,
+            )
+            whole = toy.encode(drafted.ids[:-1], drafted.ids[-1])
+            assert tuple(exact.tokens_in_target_vocab) == whole
+            return rows_of(exact)
+
+        assert outcome(toy, rule, steps=3, depth=3).distance < EXACT
+
+
+def retokenised(toy, drafted):
+    """Full re-tokenisation of a draft without specials; for each proxy token the last draft token that overlaps it."""
+    proxy = longest_match(toy.target, b"".join(toy.draft[i] for i in drafted.ids))
+    ends = np.cumsum([len(toy.draft[i]) for i in drafted.ids])
+    last = np.searchsorted(ends, np.cumsum([len(toy.target[t]) for t in proxy]))
+    return proxy, ends, last
+
+
+def test_point_masses_have_the_law_of_the_target_however_drawn():
+    for seed in range(6):
+        toy = world(seed, ends=False)
+
+        def rule(drafted, toy=toy):
+            return [(token, {token: 1.0}) for token in retokenised(toy, drafted)[0]]
+
+        assert outcome(toy, rule, steps=3, depth=3).distance < EXACT
+
+
+def paper_rule(toy):
+    """The paper's scalar: the probability of the last aligned draft token at the proxy token, nothing elsewhere."""
+
+    def rule(drafted):
+        proxy, _, last = retokenised(toy, drafted)
+        return [(t, {t: drafted.laws()[i][drafted.ids[i]]}) for t, i in zip(proxy, last, strict=True)]
+
+    return rule
+
+
+def aligned_table_rule(toy):
+    """Full re-tokenisation; a token aligned one to one takes its law through a fixed table, others a point mass."""
+
+    def rule(drafted):
+        proxy, ends, last = retokenised(toy, drafted)
+        proposal, position = [], 0
+        for token, i in zip(proxy, last, strict=True):
+            size = len(toy.target[token])
+            if ends[i] == position + size and len(toy.draft[drafted.ids[i]]) == size:
+                row: dict[int, float] = {}
+                for d, p in drafted.laws()[i].items():
+                    first = longest_match(toy.target, toy.draft[d])[0]
+                    row[first] = row.get(first, 0.0) + p
+            else:
+                row = {token: 1.0}
+            proposal.append((token, row))
+            position += size
+        return proposal
+
+    return rule
+
+
+@pytest.mark.parametrize("lossy", [paper_rule, aligned_table_rule])
+def test_enumeration_finds_the_bias_of_lossy_rules(lossy):
+    distances = [outcome(toy := world(seed, ends=False), lossy(toy), steps=3, depth=2).distance for seed in range(6)]
+    assert max(distances) > 0.01
+
+
+def test_one_token_with_the_paper_scalar_gives_the_documented_law():
+    """q = (.3, .5, .2), a proposal of token 0 with p = .6: the output law is (.500, .357, .143)."""
+    toy = World((b"a",), (b"a", b"b", b"c"), seed=0)
+    toy._cache["draft", ()] = np.ones(1)
+    toy._cache["target", ()] = q = np.array([0.3, 0.5, 0.2])
+    biased = np.array([0.5, 0.5 * 0.5 / 0.7, 0.5 * 0.2 / 0.7])
+    expected = 0.5 * np.abs(biased - q).sum()
+    assert outcome(toy, lambda _drafted: [(0, {0: 0.6})], steps=1, depth=1).distance == pytest.approx(expected)
+    assert outcome(toy, lambda _drafted: [(0, {0: 1.0})], steps=1, depth=1).distance < EXACT
