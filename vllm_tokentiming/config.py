@@ -16,6 +16,9 @@ TransferMode = Literal["point_mass", "paper"]
 EngineKind = Literal["vllm", "transformers"]
 DraftDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
+OPTIONS_KEY: Final = "tokentiming"
+"""Where the options are in vLLM's ``additional_config``."""
+
 MAX_SPECULATIVE_TOKENS: Final = 128
 """vLLM's rejection sampler takes at most this many proposed tokens a request and step (``MAX_SPEC_LEN``)."""
 
@@ -147,6 +150,20 @@ class TokenTimingConfig:
             if maximum is not None:
                 bound += f" and at most {maximum}"
             raise ConfigError(f"{name} is {value!r}; it must be {bound}.")
+
+
+def check_num_speculative_tokens(value: Any) -> int:
+    """Validate vLLM's ``num_speculative_tokens``.
+
+    Raises:
+        ConfigError
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_SPECULATIVE_TOKENS:
+        raise ConfigError(
+            f"num_speculative_tokens is {value!r}; it must be a whole number from 1 to {MAX_SPECULATIVE_TOKENS}. 3 to 8 suit most "
+            'pairs: "num_speculative_tokens": 5.'
+        )
+    return value
 
 
 def _as_pairs(value: Any) -> tuple[tuple[str, str], ...]:

@@ -15,7 +15,7 @@ import functools
 import logging
 from typing import Any, Final
 
-from vllm_tokentiming.config import TokenTimingConfig
+from vllm_tokentiming.config import OPTIONS_KEY, TokenTimingConfig, check_num_speculative_tokens
 from vllm_tokentiming.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def _wrap_engine_args() -> None:
         speculative = _with_flags(self)
         if speculative is not None and _is_ours(speculative):
             from vllm_tokentiming.vllm_adapter.compat import require_supported_vllm
-            from vllm_tokentiming.vllm_adapter.start_up import OPTIONS_KEY, check_draft
+            from vllm_tokentiming.vllm_adapter.start_up import check_draft
 
             require_supported_vllm()
             self.speculative_config, options = rewrite(speculative, (self.additional_config or {}).get(OPTIONS_KEY))
@@ -92,8 +92,6 @@ def rewrite(
     Raises:
         ConfigError
     """
-    from vllm_tokentiming.vllm_adapter.start_up import check_num_speculative_tokens
-
     rest = dict(speculative)
     method, model = rest.pop("method", None), rest.pop("model", None)
     if "num_speculative_tokens" not in rest:

@@ -68,6 +68,7 @@ class SamplingPlan:
         drawn = [s for s in samplings if s is not None and s.temperature > 0]
         self.keeps_laws = bool(drawn)
         self._top_k = max((s.top_k for s in drawn), default=1)
+        self._own_top_k = [1 if s is None else s.top_k for s in samplings]
         if not self.keeps_laws:
             return
         greedy = [s is None or s.temperature <= 0 for s in samplings]
@@ -109,11 +110,11 @@ class SamplingPlan:
         return support.gather(1, drawn).squeeze(1), largest, support, probs
 
     def _noise(self, rows: int, top_k: int, device: torch.device) -> torch.Tensor:
-        noise = torch.empty(rows, top_k, dtype=torch.float64, device=device)
+        noise = torch.ones(rows, top_k, dtype=torch.float64, device=device)
         own = [row for row in range(rows) if self._generators[row] is not None]
         if len(own) < rows:
             noise.exponential_(generator=self._shared)
         for row in own:
-            # A seeded row's draws must not depend on who else is in the batch.
-            noise[row].exponential_(generator=self._generators[row])
+            # A seeded row's draws must not depend on who else is in the batch, nor on how wide the others' laws are.
+            noise[row, : self._own_top_k[row]].exponential_(generator=self._generators[row])
         return noise

@@ -226,14 +226,11 @@ class VllmDraftEngine:
 def _common_prefix(ids: Sequence[int], request: DraftRequest) -> int:
     """Tokens of the cache that the new context keeps; the last context token is always recomputed, for its logits."""
     context = request.context_ids
-    most = min(len(ids), len(context) - 1)
+    most = max(0, min(len(ids), len(context) - 1))
     same = min(request.num_stable, most)
     while same < most and ids[same] == context[same]:
         same += 1
     return same
-
-
-    return np.stack([step[place] for step in steps[:count]])  # type: ignore[index]
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from vllm_tokentiming.config import MAX_SPECULATIVE_TOKENS, TokenTimingConfig
+from vllm_tokentiming.config import OPTIONS_KEY, TokenTimingConfig, check_num_speculative_tokens
 from vllm_tokentiming.errors import ConfigError
 from vllm_tokentiming.metrics import Metrics
 from vllm_tokentiming.pipeline import Pipeline
@@ -17,23 +17,6 @@ if TYPE_CHECKING:
     from vllm_tokentiming.engine.interface import DraftEngine
 
 logger = logging.getLogger(__name__)
-
-OPTIONS_KEY = "tokentiming"
-
-
-def check_num_speculative_tokens(value: Any) -> int:
-    """Validate vLLM's ``num_speculative_tokens``.
-
-    Raises:
-        ConfigError
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_SPECULATIVE_TOKENS:
-        raise ConfigError(
-            f"num_speculative_tokens is {value!r}; it must be a whole number from 1 to {MAX_SPECULATIVE_TOKENS}. 3 to 8 suit most "
-            'pairs: "num_speculative_tokens": 5.'
-        )
-    return value
-
 
 def options_of(config: VllmConfig) -> tuple[TokenTimingConfig, int]:
     """The plugin's options and the number of speculative tokens of a vLLM config.

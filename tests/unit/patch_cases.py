@@ -1,0 +1,93 @@
+"""Run by test_patches in a fresh process: what vLLM does in each case, as JSON. With the argument ``patched``, after our patches."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from vllm.platforms import current_platform
+
+current_platform.import_kernels()
+current_platform.register_triton_kernel_overrides()
+
+from vllm.v1.sample import rejection_sampler  # noqa: E402 - binds the kernels registered above
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # noqa: E402
+
+
+class _Allocator:
+    """A tensor whose new_empty hands out memory that holds something else, as a used allocator does."""
+
+    @staticmethod
+    def poison(monkeyed: torch.Tensor) -> torch.Tensor:
+        class Poisoned(torch.Tensor):
+            def new_empty(self, *size, **kwargs):
+                return torch.full(size, -7.0, dtype=self.dtype)
+
+        return monkeyed.as_subclass(Poisoned)
+
+
+def expand() -> object:
+    temperature = _Allocator.poison(torch.tensor([0.5, 0.0]))
+    cumulative = torch.tensor([1, 3], dtype=torch.int32)
+    return rejection_sampler.expand_batch_to_tokens(temperature, cumulative, 3, replace_from=0, replace_to=1).tolist()
+
+
+def top_k() -> object:
+    metadata = SimpleNamespace(
+        all_greedy=False, temperature=torch.tensor([1.0]), top_k=torch.tensor([4], dtype=torch.int32), top_p=None
+    )
+    nothing = torch.empty(0, 8)
+    return list(
+        rejection_sampler.apply_sampling_constraints(nothing, torch.tensor([0], dtype=torch.int32), metadata).shape
+    )
+
+
+def draw(runner: GPUModelRunner, *_args: object) -> list[float]:
+    """Stands for ``GPUModelRunner._sample``: takes one random number for each seeded row."""
+    generators = runner.input_batch.generators
+    return [torch.rand(1, generator=generators[row]).item() for row in sorted(generators)]
+
+
+def rewind() -> object:
+    """Two seeded requests; the first one's prefill is unfinished in the first step, so its sample is thrown away."""
+    runner = GPUModelRunner.__new__(GPUModelRunner)
+    generators = {row: torch.Generator().manual_seed(row) for row in (0, 1)}
+    runner.input_batch = SimpleNamespace(
+        num_reqs=2, generators=generators, req_ids=["a", "b"], req_id_to_index={"a": 0, "b": 1}
+    )
+    runner.discard_request_mask = SimpleNamespace(np=np.array([True, False, False]))
+    runner.use_async_scheduling = False
+    first = runner._sample()
+    try:
+        runner._bookkeeping_sync(None, None, None, None, 1)
+    except AttributeError:
+        pass  # what follows the rewind needs a whole runner
+    runner.discard_request_mask.np[0] = False
+    second = runner._sample()
+    return {
+        "discarded draw comes again": second[0] == first[0],
+        "other draw goes on": second[1] != first[1],
+        "rows": sorted(runner.input_batch.generators),
+    }
+
+
+GPUModelRunner._sample = draw
+
+applied: list[str] = []
+if "patched" in sys.argv:
+    from vllm_tokentiming.vllm_adapter.patches import apply_patches
+
+    applied = apply_patches(torch.device("cpu"))
+    again = apply_patches(torch.device("cpu"))
+    assert again == [], again
+
+results: dict[str, object] = {"applied": applied}
+for case in (expand, top_k, rewind):
+    try:
+        results[case.__name__] = case()
+    except (RuntimeError, IndexError, NotImplementedError) as error:
+        results[case.__name__] = f"{type(error).__name__}: {error}"
+sys.stdout.write(json.dumps(results) + "\n")

@@ -1,0 +1,272 @@
+"""How are bytes written as tokens of one vocabulary, exactly? Owns the encoding tokenizer and its cache.
+
+The tokenizer is rebuilt from its ``tokenizer.json`` without everything that changes the text: normalizers (NFC,
+lower-casing, stripping), the dummy prefix space, the post-processor, truncation and padding, and matching of special
+tokens, so that text which spells ``<|im_end|>`` stays text. What comes out is checked byte by byte; what does not check
+out is mended with single-byte tokens.
+
+Text is encoded piece by piece between *seams* (see ``seams.py``), so the pieces of running text, mostly single words, come
+from a cache.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from dataclasses import dataclass
+from typing import Any, Final
+
+from tokenizers import AddedToken, Tokenizer
+
+from vllm_tokentiming.errors import UnencodableTextError, VocabularyError
+from vllm_tokentiming.vocabulary.byte_table import ByteTable
+from vllm_tokentiming.vocabulary.kinds import SPACE_MARK, Source, Spec, TokenizerKind, components, piece_ids
+from vllm_tokentiming.vocabulary.seams import Seams, find_seams
+
+_log = logging.getLogger(__name__)
+
+Ids = tuple[int, ...]
+
+_NEVER: Final = b"\xff\xfe\xff"
+"""Stands in for tokens that encoding must not produce; invalid UTF-8, so the check against valid text always fails."""
+_CACHED_PIECE_BYTES: Final = 64
+_CACHED_PIECES: Final = 1 << 16
+_PIECEWISE_BYTES: Final = 512
+_LARGEST_GAP: Final = 1 << 14
+_BAD_OR_GOOD: Final = re.compile("[\udc80-\udcff]+|[^\udc80-\udcff]+")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenEncoding:
+    """An encoding that may go on.
+
+    Attributes:
+        ids: token ids of the whole text.
+        open_start: byte offset of the last piece, the only one that further text can change.
+        open_ids: how many of the ids belong to it.
+    """
+
+    ids: list[int]
+    open_start: int
+    open_ids: int
+
+
+class ExactEncoder:
+    """Bytes → ids whose bytes are the same bytes."""
+
+    def __init__(self, source: Source, table: ByteTable, *, name: str) -> None:
+        self._name = name
+        self._tokenizer = _bare_tokenizer(source, name=name)
+        self._bytes = [_NEVER if token is None else token for token in table.token_bytes]
+        self._byte_ids = table.byte_ids
+        self._known: dict[bytes, Ids] = {}
+        self._known_partial: dict[bytes, tuple[Ids, int]] = {}
+        self._character_ok: dict[str, bool] = {}
+        pre_tokenized = source.kind is TokenizerKind.BYTE_LEVEL and any(
+            part["type"] != "ByteLevel" or part.get("use_regex", True)
+            for part in components(source.spec.get("pre_tokenizer"))
+        )
+        self.seams: Seams = find_seams(
+            table.flat_bytes, table.byte_offsets, encode=self._plain, pre_tokenized=pre_tokenized
+        )
+        if self.seams.coarse is None:
+            _log.warning(
+                "the tokenizer of %s joins words across spaces; its context is encoded in longer stretches", name
+            )
+
+    def encode(self, data: bytes) -> list[int]:
+        """Ids whose concatenated bytes equal ``data``.
+
+        Raises:
+            UnencodableTextError: the vocabulary has no token for some byte.
+        """
+        known = self._known.get(data)
+        if known is not None:
+            return list(known)
+        ids, covered = self.encode_prefix(data)
+        if covered < len(data):
+            raise UnencodableTextError(
+                f"byte 0x{data[covered]:02X} at offset {covered} cannot be written in the vocabulary of {self._name}, which "
+                f"lacks a token for it. The text is left out of proposals; nothing needs to be done."
+            )
+        return ids
+
+    def encode_prefix(self, data: bytes) -> tuple[list[int], int]:
+        """Encode as much as the vocabulary can write: the ids, and how many leading bytes of ``data`` they spell."""
+        if len(data) > _PIECEWISE_BYTES:
+            whole = self._checked(data)
+            if whole is not None:
+                return whole, len(data)
+        ids: list[int] = []
+        known = self._known
+        covered = 0
+        for piece in self.seams.split(data):
+            hit = known.get(piece)
+            if hit is None:
+                hit, unwritable = self._encode_piece(piece)
+                if unwritable >= 0:
+                    # Only what stands before the byte that has no token.
+                    return ids + self.encode(piece[:unwritable]), covered + unwritable
+            ids += hit
+            covered += len(piece)
+        return ids, covered
+
+    def encode_open(self, data: bytes) -> OpenEncoding:
+        """Encode text that goes on later. Bytes that the vocabulary cannot write are left out."""
+        if len(data) > _PIECEWISE_BYTES:
+            whole = self._checked(data)
+            if whole is not None:
+                start = self.seams.last_coarse(data)
+                return OpenEncoding(whole, start, len(self._piece(data[start:])) if start else len(whole))
+        ids: list[int] = []
+        known = self._known
+        last: Ids = ()
+        piece = b""
+        for piece in self.seams.split(data):
+            last = known.get(piece) or self._piece(piece)
+            ids += last
+        return OpenEncoding(ids, len(data) - len(piece), len(last))
+
+    def reference(self, data: bytes) -> list[int]:
+        """Encode without seams or cache, leaving out bytes that the vocabulary cannot write. For tests and checks."""
+        plain = self._checked(data)
+        return list(self._mend(data)[0]) if plain is None else plain
+
+    def _piece(self, piece: bytes) -> Ids:
+        return self._known.get(piece) or self._encode_piece(piece)[0]
+
+    def _encode_piece(self, piece: bytes) -> tuple[Ids, int]:
+        """Ids, and the offset of the first byte left out (-1: none)."""
+        partial = self._known_partial.get(piece)
+        if partial is not None:
+            return partial
+        plain = self._checked(piece)
+        ids, unwritable = self._mend(piece) if plain is None else (tuple(plain), -1)
+        if len(piece) <= _CACHED_PIECE_BYTES:
+            if unwritable >= 0:
+                _remember(self._known_partial, piece, (ids, unwritable))
+            else:
+                _remember(self._known, piece, ids)
+        return ids, unwritable
+
+    def _plain(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _checked(self, data: bytes) -> list[int] | None:
+        """The tokenizer's own ids, or None where they do not spell ``data``."""
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            return None
+        ids = self._plain(text)
+        try:
+            return ids if b"".join([self._bytes[token] for token in ids]) == data else None
+        except IndexError:  # an id beyond the model's vocabulary
+            return None
+
+    def _mend(self, data: bytes) -> tuple[Ids, int]:
+        """Encode the stretches that check out, the rest by single-byte tokens."""
+        ids: list[int] = []
+        unwritable, offset = -1, 0
+        for stretch in _BAD_OR_GOOD.findall(data.decode(errors="surrogateescape")):
+            invalid = "\udc80" <= stretch[0] <= "\udcff"
+            for part in (stretch,) if invalid else self._trusted_parts(stretch):
+                raw = part.encode(errors="surrogateescape")
+                checked = None if invalid else self._checked(raw)
+                if checked is None:
+                    checked = []
+                    for position, byte in enumerate(raw, start=offset):
+                        single = self._byte_ids[byte]
+                        if single is not None:
+                            checked.append(single)
+                        elif unwritable < 0:
+                            unwritable = position
+                ids += checked
+                offset += len(raw)
+        return tuple(ids), unwritable
+
+    def _trusted_parts(self, text: str) -> list[str]:
+        """Cut valid text so that every part either checks out or is one character that cannot."""
+        wrong = [char for char in dict.fromkeys(text) if not self._checks_out(char)]
+        parts = [text]
+        if wrong:
+            parts = [part for part in re.split("([" + re.escape("".join(wrong)) + "])", text) if part]
+        trusted: list[str] = []
+        for part in parts:
+            trusted += [part] if len(part) == 1 or self._checked(part.encode()) is not None else list(part)
+        return trusted
+
+    def _checks_out(self, char: str) -> bool:
+        known = self._character_ok.get(char)
+        if known is None:
+            known = self._checked(char.encode()) is not None
+            _remember(self._character_ok, char, known)
+        return known
+
+
+def _remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(cache) >= _CACHED_PIECES:
+        cache.clear()
+    cache[key] = value
+
+
+def _bare_tokenizer(source: Source, *, name: str) -> Tokenizer:
+    """The same model behind the parts that keep the text as it is. The model is shared, which saves rebuilding it."""
+    spec = source.spec
+    normalizers = [part for part in components(spec.get("normalizer")) if part["type"] == "ByteLevel"]
+    pre_tokenizers = [_lossless(part) for part in components(spec.get("pre_tokenizer"))]
+    if source.kind is TokenizerKind.SENTENCEPIECE and not any(part["type"] == "Metaspace" for part in pre_tokenizers):
+        normalizers = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MARK}]
+    shell = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": {"type": "Sequence", "normalizers": normalizers} if normalizers else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": pre_tokenizers} if pre_tokenizers else None,
+        "model": {"type": "BPE", "vocab": {}, "merges": []},
+    }
+    bare = Tokenizer(source.backend.model)
+    try:
+        parts = Tokenizer.from_str(json.dumps(shell))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise VocabularyError(
+            f"the tokenizer of {name} cannot be rebuilt from its tokenizer.json: {error}. Its parts must be ones that "
+            f"the installed tokenizers library knows; upgrade it, or use another model."
+        ) from error
+    if parts.normalizer is not None:
+        bare.normalizer = parts.normalizer
+    if parts.pre_tokenizer is not None:
+        bare.pre_tokenizer = parts.pre_tokenizer
+    bare.add_tokens(_added_tokens(spec))
+    bare.encode_special_tokens = True
+    return bare
+
+
+def _added_tokens(spec: Spec) -> list[AddedToken]:
+    """The added tokens in the order of their ids, which the library numbers anew; placeholders fill gaps.
+
+    Special ones are there to keep the count; they are not matched. ``lstrip``, ``rstrip`` and ``single_word`` are left out:
+    they make a match swallow, or depend on, what stands around it.
+    """
+    pieces = piece_ids(spec)
+    tokens: list[AddedToken] = []
+    following = len(pieces)
+    for added in sorted(spec.get("added_tokens") or (), key=lambda token: int(token["id"])):
+        if added["content"] not in pieces:
+            gap = added["id"] - following
+            tokens += [AddedToken(f"\x00gap{following + n}", special=True) for n in range(min(gap, _LARGEST_GAP))]
+            following += max(gap, 0) + 1
+        tokens.append(AddedToken(added["content"], normalized=added["normalized"], special=added["special"]))
+    return tokens
+
+
+def _lossless(part: Spec) -> Spec:
+    """A pre-tokenizer that keeps every character and adds none."""
+    if part["type"] == "Metaspace":
+        return {**part, "prepend_scheme": "never"}
+    if part["type"] == "ByteLevel":
+        return {**part, "add_prefix_space": False}
+    if part.get("behavior") == "Removed":
+        return {**part, "behavior": "Isolated"}
+    return part
