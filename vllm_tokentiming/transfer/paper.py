@@ -18,7 +18,7 @@ def paper_rows(
     ids_in_target_vocab: Sequence[int],
     last_draft_index: npt.NDArray[np.int32],
 ) -> SparseRows:
-    """Row j holds p_i(d_i) at proxy token t_j, where d_i is the last draft token aligned with t_j; it is zero elsewhere.
+    """Row j holds p_i(d_i) at proxy token t_j, where d_i is the last draft token aligned with t_j; zero elsewhere.
 
     **Changes the target's output distribution**; kept to reproduce the paper (TokenTiming, arXiv 2510.15545, section
     3.3). The verifier takes a row for the law that t_j was drawn from, and this row is not it: it does not even sum to
