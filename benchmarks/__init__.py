@@ -1,0 +1,1 @@
+"""What the package costs and what it gains, measured."""

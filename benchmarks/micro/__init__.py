@@ -1,0 +1,1 @@
+"""Single stages of a decoding cycle, timed alone."""
