@@ -31,7 +31,7 @@ class ByteTable:
     """Ids and what they stand for.
 
     Attributes:
-        token_bytes: per id below the model's vocabulary size, its bytes, or None (special, unused, beyond the tokenizer).
+        token_bytes: per id below the model's vocabulary size, its bytes; None: special, unused, unknown.
         flat_bytes: the same, concatenated, uint8 [total]; tokens without bytes have none.
         byte_offsets: int32 [ids + 1].
         byte_ids: per byte value, the id of the token that spells only it, or None where the vocabulary has none.

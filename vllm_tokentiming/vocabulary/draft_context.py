@@ -1,7 +1,7 @@
 """What has the draft read so far? One object per request owns its context in the draft's vocabulary.
 
-Committed target tokens become bytes; only the last *piece* of them, which further text can still change, is encoded again
-(see ``seams.py``). So the ids equal the encoding of the whole text, at a cost that does not grow with it.
+Committed target tokens become bytes; only the last *piece* of them, which further text can still change, is encoded
+again (see ``seams.py``). So the ids equal the encoding of the whole text, at a cost that does not grow with it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ _CUT_UNVERIFIED: Final = 2048
 class DraftContext:
     """A request's context, kept canonical as target tokens are committed.
 
-    The draft's BOS stands once, at the start, if its tokenizer puts one there; then the text behind the tokenizer's dummy
-    prefix space, if it has one, as the draft was trained on. Paired special tokens are single draft tokens and divide the
-    text; others are part of it by their literals. Bytes that the draft cannot write are left out, as its own tokenizer does.
+    The draft's BOS stands once, at the start, if its tokenizer puts one there; then the text behind the tokenizer's
+    dummy prefix space, if it has one, as the draft was trained on. Paired special tokens are single draft tokens and
+    divide the text; others are part of it by their literals. Bytes that the draft cannot write are left out, as its own
+    tokenizer does.
 
     Attributes:
         ids: the context in the draft's vocabulary. Changed in place by :meth:`commit`; not to be changed by others.
@@ -125,13 +126,13 @@ class DraftContext:
         self._open_at = len(self.ids)
 
     def _shorten(self) -> None:
-        """Move the start of the open piece to a fine seam, or, in long text without any, to a token that begins alike."""
+        """Move the start of the open piece to a fine seam, or, in long text without any, to some token."""
         start = self._encoder.seams.last_fine(self._open)
         if start and self._reopen(start):
             return
         if len(self._open) <= _CUT_ANYWAY:
             return
-        # No seam for long (a run of letters, say): any token start serves from which on encoding gives the same ids again.
+        # No seam for long (a run of letters, say): any token serves from which on encoding gives the same ids again.
         kept, index, tries = 0, len(self.ids), 0
         table = self._draft.token_bytes
         while index > self._open_at and tries < 4:

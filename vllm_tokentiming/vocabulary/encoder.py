@@ -5,8 +5,8 @@ lower-casing, stripping), the dummy prefix space, the post-processor, truncation
 tokens, so that text which spells ``<|im_end|>`` stays text. What comes out is checked byte by byte; what does not check
 out is mended with single-byte tokens.
 
-Text is encoded piece by piece between *seams* (see ``seams.py``), so the pieces of running text, mostly single words, come
-from a cache.
+Text is encoded piece by piece between *seams* (see ``seams.py``), so the pieces of running text, mostly single words,
+come from a cache.
 """
 
 from __future__ import annotations
@@ -71,9 +71,7 @@ class ExactEncoder:
             table.flat_bytes, table.byte_offsets, encode=self._plain, pre_tokenized=pre_tokenized
         )
         if self.seams.coarse is None:
-            _log.warning(
-                "the tokenizer of %s joins words across spaces; its context is encoded in longer stretches", name
-            )
+            _log.warning("the tokenizer of %s joins words across spaces; text is encoded in longer stretches", name)
 
     def encode(self, data: bytes) -> list[int]:
         """Ids whose concatenated bytes equal ``data``.
@@ -87,8 +85,8 @@ class ExactEncoder:
         ids, covered = self.encode_prefix(data)
         if covered < len(data):
             raise UnencodableTextError(
-                f"byte 0x{data[covered]:02X} at offset {covered} cannot be written in the vocabulary of {self._name}, which "
-                f"lacks a token for it. The text is left out of proposals; nothing needs to be done."
+                f"byte 0x{data[covered]:02X} at offset {covered} cannot be written in the vocabulary of {self._name}, "
+                f"which lacks a token for it. The text is left out of proposals; nothing needs to be done."
             )
         return ids
 
@@ -195,7 +193,12 @@ class ExactEncoder:
             parts = [part for part in re.split("([" + re.escape("".join(wrong)) + "])", text) if part]
         trusted: list[str] = []
         for part in parts:
-            trusted += [part] if len(part) == 1 or self._checked(part.encode()) is not None else list(part)
+            if len(part) == 1 or self._checked(part.encode()) is not None:
+                trusted.append(part)
+                continue
+            # A literal that the model takes for a special piece, as Unigram does: spell only its own surroundings.
+            for piece in self.seams.split(part.encode()):
+                trusted += [piece.decode()] if self._checked(piece) is not None else list(piece.decode())
         return trusted
 
     def _checks_out(self, char: str) -> bool:
@@ -219,7 +222,7 @@ def _bare_tokenizer(source: Source, *, name: str) -> Tokenizer:
     pre_tokenizers = [_lossless(part) for part in components(spec.get("pre_tokenizer"))]
     if source.kind is TokenizerKind.SENTENCEPIECE and not any(part["type"] == "Metaspace" for part in pre_tokenizers):
         normalizers = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MARK}]
-    shell = {
+    shell: dict[str, Any] = {
         "version": "1.0",
         "added_tokens": [],
         "normalizer": {"type": "Sequence", "normalizers": normalizers} if normalizers else None,
@@ -246,8 +249,8 @@ def _bare_tokenizer(source: Source, *, name: str) -> Tokenizer:
 def _added_tokens(spec: Spec) -> list[AddedToken]:
     """The added tokens in the order of their ids, which the library numbers anew; placeholders fill gaps.
 
-    Special ones are there to keep the count; they are not matched. ``lstrip``, ``rstrip`` and ``single_word`` are left out:
-    they make a match swallow, or depend on, what stands around it.
+    Special ones are there to keep the count; they are not matched. ``lstrip``, ``rstrip`` and ``single_word`` are left
+    out: they make a match swallow, or depend on, what stands around it.
     """
     pieces = piece_ids(spec)
     tokens: list[AddedToken] = []

@@ -1,8 +1,8 @@
 """Which kind of tokenizer is this, and can its tokens be mapped to bytes? No state.
 
-A ``tokenizer.json`` names no kind: it is read off the parts that carry bytes. Byte-level tokenizers translate bytes to 256
-printable characters in a pre-tokenizer or normalizer; SentencePiece-style ones write spaces as ``▁`` and fall back to
-``<0xNN>`` tokens. Everything else loses bytes somewhere and is refused.
+A ``tokenizer.json`` names no kind: it is read off the parts that carry bytes. Byte-level tokenizers translate bytes to
+256 printable characters in a pre-tokenizer or normalizer; SentencePiece-style ones write spaces as ``▁`` and fall
+back to ``<0xNN>`` tokens. Everything else loses bytes somewhere and is refused.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Spec = dict[str, Any]
 
 SPACE_MARK = "▁"
 _REMEDY = (
-    "Use a model with a byte-level BPE tokenizer (as Qwen, Llama 3, GPT, DeepSeek, SmolLM) or a SentencePiece one with byte "
-    "fallback (as Llama 2, Mistral, Gemma)."
+    "Use a model with a byte-level BPE tokenizer (as Qwen, Llama 3, GPT, DeepSeek, SmolLM) or a SentencePiece one with "
+    "byte fallback (as Llama 2, Mistral, Gemma)."
 )
 
 
@@ -92,9 +92,9 @@ def read_source(tokenizer: Any, *, name: str) -> Source:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise VocabularyError(
-            f"the tokenizer of {name} is a {type(tokenizer).__name__}, which is not a fast tokenizer (no tokenizer.json "
-            f"behind it). A fast tokenizer is required. Use a model that ships tokenizer.json, or convert its tokenizer "
-            f"with transformers.convert_slow_tokenizer."
+            f"the tokenizer of {name} is a {type(tokenizer).__name__}, which is not a fast tokenizer (no "
+            f"tokenizer.json behind it). A fast tokenizer is required. Use a model that ships tokenizer.json, or "
+            f"convert its tokenizer with transformers.convert_slow_tokenizer."
         )
     spec = _spec_of(backend)
     try:
@@ -190,7 +190,8 @@ def kind_of(spec: Spec, *, name: str) -> TokenizerKind:
         if missing or not model.get("byte_fallback"):
             raise VocabularyError(
                 f"the tokenizer of {name} is SentencePiece-style with {256 - missing} of the 256 byte tokens and "
-                f"byte_fallback={model.get('byte_fallback')!r}, so it cannot spell every text. Byte fallback is required. {_REMEDY}"
+                f"byte_fallback={model.get('byte_fallback')!r}, so it cannot spell every text. Byte "
+                f"fallback is required. {_REMEDY}"
             )
         return TokenizerKind.SENTENCEPIECE
     raise VocabularyError(

@@ -1,4 +1,4 @@
-"""What does the draft propose, in the target's vocabulary? Drafted ids → bytes → target ids; no state but the encoder's."""
+"""What does the draft propose, in the target's vocabulary? Drafted ids → bytes → target ids; no state of its own."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class ProxyTokenizer:
     def proxy(self, ids_in_draft_vocab: Sequence[int]) -> list[int]:
         """Target ids of a draft: all of its text encoded at once.
 
-        Stops before an unfinished or invalid character, before text that the target cannot write, before a special token
-        without counterpart, and after the draft's end, which becomes the target's.
+        Stops before an unfinished or invalid character, before text that the target cannot write, before a special
+        token without counterpart, and after the draft's end, which becomes the target's.
         """
         table = self._draft_bytes
         size = len(table)
@@ -53,9 +53,9 @@ class ProxyTokenizer:
         """Target ids of one chunk: the tokens ``run`` followed by ``last``, all in the draft's vocabulary.
 
         Returns:
-            The ids of exactly the chunk's text, with the counterpart of ``last`` behind it where that is a special token; or
-            () where there are no such ids: the text is not whole characters, the target cannot write it, ``run`` has a
-            special token, or ``last`` is one without counterpart.
+            The ids of exactly the chunk's text, with the counterpart of ``last`` behind it where that is a special
+            token; or () where there are no such ids: the text is not whole characters, the target cannot write it,
+            ``run`` has a special token, or ``last`` is one without counterpart.
         """
         table = self._draft_bytes
         size = len(table)

@@ -1,10 +1,10 @@
-"""Where can text be cut so that encoding the parts equals encoding the whole? Found once per vocabulary; no state after.
+"""Where can text be cut so that encoding the parts equals encoding the whole? Found once per vocabulary.
 
-A *seam* is a place between two characters that no token spans, before and after which the tokenizer works independently,
-whatever text follows later. A non-space followed by a space is one in every known byte-level pre-tokenizer (all their
-patterns start a match there and none looks behind) and in SentencePiece vocabularies without a token that spans it;
-likewise a letter or digit followed by a newline. *Fine* seams (before punctuation and digits) are looked for only in
-long stretches without the others, such as CJK text, base64 or minified JSON.
+A *seam* is a place between two characters that no token spans, before and after which the tokenizer works
+independently, whatever text follows later. A non-space followed by a space is one in every known byte-level
+pre-tokenizer (all their patterns start a match there and none looks behind) and in SentencePiece vocabularies without a
+token that spans it; likewise a letter or digit followed by a newline. *Fine* seams (before punctuation and digits) are
+looked for only in long stretches without the others, such as CJK text, base64 or minified JSON.
 
 Nothing is taken on trust: a pair of characters counts only where no token of this vocabulary has it inside, and every
 rule is tried out with this tokenizer on crafted texts at start-up. What fails is not used.
@@ -30,7 +30,7 @@ _LETTERS: Final = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwx
 _ALNUM: Final = _DIGITS | _LETTERS
 _GRAPHIC: Final = frozenset(range(0x21, 0x7F))
 _MARKS: Final = _GRAPHIC - _ALNUM - frozenset(b"'")
-"""ASCII punctuation before which a word ends; not the apostrophe, which some patterns take into the word (``don't``)."""
+"""ASCII punctuation before which a word ends; not the apostrophe, which some patterns take in (``don't``)."""
 _MAYBE_LAST_OF_SPACE: Final = frozenset({0x85, 0xA0, 0xA8, 0xA9, 0xAF, 0x9F, *range(0x80, 0x8B)})
 _LAST_BYTES: Final = frozenset(range(0x80, 0xC0)) - _MAYBE_LAST_OF_SPACE
 """Last bytes of characters beyond ASCII, without those that may end a Unicode space (U+0085, U+00A0, U+2000, …)."""

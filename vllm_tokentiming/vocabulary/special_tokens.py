@@ -18,7 +18,7 @@ class SpecialTokenMap:
 
     Attributes:
         target_to_draft: target id → draft id.
-        draft_to_target: draft id → target id; every draft token that ends an answer is in it where the target has an end.
+        draft_to_target: draft id → target id; has every draft token that ends an answer, if the target has an end.
         shown: what the draft is shown for a target special token without a counterpart: its literal text, once.
     """
 
@@ -41,11 +41,11 @@ class SpecialTokenMap:
         target_ids, draft_ids = _ids_by_literal(target), _ids_by_literal(draft)
         target_to_draft = _equal_literals(target, draft_ids)
         draft_to_target = _equal_literals(draft, target_ids)
-        for end in sorted(draft.end_ids & draft.special_ids):
+        for end in _ends(draft):
             counterpart = _end_counterpart(draft, end, target)
             if counterpart is not None:
                 draft_to_target.setdefault(end, counterpart)
-        for end in sorted(target.end_ids & target.special_ids):
+        for end in _ends(target):
             counterpart = _end_counterpart(target, end, draft)
             if counterpart is not None:
                 target_to_draft.setdefault(end, counterpart)
@@ -57,7 +57,7 @@ class SpecialTokenMap:
         beginnings = {token for token in target.special_ids if target.literals.get(token) in BEGINNINGS}
         if target.bos_id is not None:
             beginnings.add(target.bos_id)
-        # The draft has its own beginning, once, if it is used to one; a second in mid-text is never shown, nor proposed.
+        # The draft has its own beginning, once, if it is used to one; a second is never shown, nor proposed.
         if draft.bos_id is not None:
             target_to_draft = {t: d for t, d in target_to_draft.items() if d != draft.bos_id}
             draft_to_target.pop(draft.bos_id, None)
@@ -87,9 +87,14 @@ def _equal_literals(vocabulary: Vocabulary, others: dict[str, int]) -> dict[int,
     }
 
 
+def _ends(vocabulary: Vocabulary) -> list[int]:
+    ends = vocabulary.end_ids & vocabulary.special_ids
+    return sorted(token for token in ends if token < vocabulary.model_vocab_size)
+
+
 def _end_counterpart(vocabulary: Vocabulary, end: int, other: Vocabulary) -> int | None:
-    """The other vocabulary's token with the role of ``end``: its own end first where that has the same role or any will do."""
-    ends = {token for token in other.end_ids if token < other.model_vocab_size and token in other.special_ids}
+    """The other vocabulary's end of the same role, or any; its tokenizer's own end first."""
+    ends = _ends(other)
     if not ends:
         return None
     literal = vocabulary.literals.get(end, "")
@@ -109,6 +114,6 @@ def _configured(ids: dict[str, int], literal: str, name: str) -> int:
     near = difflib.get_close_matches(literal, ids, n=3)
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
     raise ConfigError(
-        f"special_token_pairs names {literal!r}, which is not an added token of {name}.{hint} Write the literal as it stands in "
-        f"added_tokens of its tokenizer.json, or leave the pair out."
+        f"special_token_pairs names {literal!r}, which is not an added token of {name}.{hint} Write the literal as it "
+        f"stands in added_tokens of its tokenizer.json, or leave the pair out."
     )

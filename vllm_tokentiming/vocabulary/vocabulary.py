@@ -1,4 +1,4 @@
-"""What can the rest of the package ask about one tokenizer? Built once at start-up; immutable but for the encoder's cache."""
+"""What can the rest of the package ask about one tokenizer? Immutable but for the encoder's cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Vocabulary:
         name: of the model, for messages.
         kind: how it writes bytes.
         size: ids that the tokenizer knows (one more than the largest).
-        model_vocab_size: rows of the model's logits, smaller or larger than ``size``. No id at or above it is handed out.
+        model_vocab_size: rows of the model's logits, smaller or larger than ``size``; bounds every id handed out.
         bos_id: the token that the tokenizer puts before every text, or None where it puts none.
         eos_id: the token that the tokenizer itself calls the end, or None.
         end_ids: tokens that end an answer, a turn or a text.
