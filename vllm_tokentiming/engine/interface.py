@@ -76,7 +76,7 @@ class DraftedTokens:
 
 
 class DraftEngine(Protocol):
-    """Runs one draft model for a batch of requests. Owns the draft's weights, KV and random numbers, keyed by request id."""
+    """Runs one draft model for a batch of requests. Owns its weights, KV and random numbers, keyed by request id."""
 
     @property
     def vocab_size(self) -> int:

@@ -1,7 +1,7 @@
 """Draws draft tokens: greedily, or from laws that are restricted to the top k tokens before sampling.
 
-Owns the random streams. A request with a seed has its own generator; the others share one. Neither is the verifier's: a proposal
-must be independent of the random numbers that judge it (Leviathan et al., arXiv 2211.17192).
+Owns the random streams. A request with a seed has its own generator; the others share one. Neither is the verifier's:
+a proposal must be independent of the random numbers that judge it (Leviathan et al., arXiv 2211.17192).
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class SamplingPlan:
             logits: [B', V], B' ≤ B.
 
         Returns:
-            ids int64 [B']; largest logits [B'], not finite where the row is broken; and, where laws are kept, their support
-            int64 [B', top_k] and probabilities float64 [B', top_k].
+            ids int64 [B']; largest logits [B'], not finite where the row is broken; and, where laws are kept, their
+            support int64 [B', top_k] and probabilities float64 [B', top_k].
         """
         if not self.keeps_laws:
             largest, ids = logits.max(dim=-1)

@@ -71,8 +71,8 @@ def draft_model_config(target: ModelConfig, options: TokenTimingConfig) -> Model
         ) from error
     if model_config.runner_type != "generate" or model_config.is_encoder_decoder:
         raise UnsupportedModelError(
-            f"{options.draft_model!r} ({', '.join(model_config.architectures)}) does not generate text: vLLM runs it as "
-            f"{model_config.runner_type!r}. Required: a decoder-only language model. Choose another draft."
+            f"{options.draft_model!r} ({', '.join(model_config.architectures)}) does not generate text: vLLM runs it "
+            f"as {model_config.runner_type!r}. Required: a decoder-only language model. Choose another draft."
         )
     return model_config
 

@@ -1,7 +1,7 @@
 """The default draft engine: a model loaded by vLLM, with its own paged KV cache, batched over requests.
 
-Owns the draft's weights, KV and random streams, keyed by request id. A cycle: roll each request's cache back to where its context
-changed, prefill the rest (bounded), then decode all requests together. One host synchronisation, at its end.
+Owns the draft's weights, KV and random streams, keyed by request id. A cycle: roll each request's cache back to where
+its context changed, prefill the rest (bounded), then decode all requests together. One host synchronisation.
 """
 
 from __future__ import annotations
@@ -81,10 +81,12 @@ class VllmDraftEngine:
 
     @property
     def vocab_size(self) -> int:
+        """Rows of the draft's logits."""
         return int(self.config.model_config.get_vocab_size())
 
     @property
     def max_model_len(self) -> int:
+        """Longest context plus drafted tokens."""
         return int(self.config.model_config.max_model_len)
 
     @property
@@ -93,15 +95,22 @@ class VllmDraftEngine:
         return len(self._blocks)
 
     def describe(self) -> str:
+        """Engine, dtype and KV budget, for the start-up log."""
         tokens = (self._cache.num_blocks - 1) * self._cache.block_size
         dtype = str(self.config.model_config.dtype).removeprefix("torch.")
         return f"vllm ({dtype}, KV {self._cache.num_bytes / GIB:.2f} GiB = {tokens} tokens)"
 
     def release(self, request_id: str) -> None:
+        """Free what is kept for a request; unknown ids are ignored."""
         self._blocks.release(request_id)
         self._sampler.release(request_id)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftedTokens]:
+        """Draft for every request, in order.
+
+        Raises:
+            DraftEngineError: the step failed as a whole; the KV of the requests is then dropped.
+        """
         results: list[DraftedTokens | None] = [None] * len(requests)
         try:
             rows = self._plan(requests, results)
@@ -130,6 +139,11 @@ class VllmDraftEngine:
                 self._blocks.release(request.request_id)
                 results[index] = DraftedTokens(ids_in_draft_vocab=[], reason=Silence.CONTEXT_TOO_LONG)
                 continue
+            if not context:
+                # Nothing to compute logits from yet, as for a prompt of special tokens that the draft does not have.
+                self._blocks.release(request.request_id)
+                results[index] = DraftedTokens(ids_in_draft_vocab=[], reason=Silence.WARMING)
+                continue
             sequence = self._blocks.sequence(request.request_id, context)
             kept = self._blocks.roll_back(sequence, _common_prefix(sequence.ids, request))
             try:
@@ -143,7 +157,7 @@ class VllmDraftEngine:
 
     def _prefill(self, rows: Sequence[_Row]) -> None:
         budget = self._forward.max_tokens
-        # Short remainders first: the requests that only catch up with the verifier draft in this cycle, whoever else waits.
+        # Short remainders first: requests that only catch up with the verifier draft in this cycle, whoever else waits.
         part: list[tuple[_Row, list[int]]] = []
         for row in sorted(rows, key=lambda row: len(row.todo)):
             take = min(len(row.todo), budget)
@@ -174,11 +188,14 @@ class VllmDraftEngine:
         self._forward.begin_decode(
             lengths=[len(row.sequence.ids) for row in rows], block_ids=[row.sequence.block_ids() for row in rows]
         )
-        drawn, largest, supports, probs = [], [], [], []
+        drawn: list[torch.Tensor] = []
+        largest: list[torch.Tensor] = []
+        supports: list[torch.Tensor] = []
+        probs: list[torch.Tensor] = []
         for step in range(steps[0]):
             if step:
                 active = sum(1 for s in steps if s > step)
-                logits = self._forward.decode_step(ids[:active])
+                logits = self._forward.decode_step(drawn[-1][:active])
             ids, top, support, law = plan.step(logits)
             drawn.append(ids)
             largest.append(top)
@@ -226,7 +243,7 @@ class VllmDraftEngine:
 def _common_prefix(ids: Sequence[int], request: DraftRequest) -> int:
     """Tokens of the cache that the new context keeps; the last context token is always recomputed, for its logits."""
     context = request.context_ids
-    most = max(0, min(len(ids), len(context) - 1))
+    most = min(len(ids), len(context) - 1)
     same = min(request.num_stable, most)
     while same < most and ids[same] == context[same]:
         same += 1
@@ -238,7 +255,7 @@ def _compilation_settings(config: VllmConfig, device: torch.device) -> Iterator[
     if device.type != "cpu":
         yield
         return
-    # CPU kernels with packed weights are only compiled in with inductor's freezing on, as the CPU worker does for the target.
+    # Kernels with packed weights are only compiled in with inductor's freezing on, as the CPU worker does.
     from vllm.v1.worker.cpu_model_runner import _set_global_compilation_settings
 
     with _set_global_compilation_settings(config):

@@ -1,7 +1,7 @@
 """One forward pass of the draft on vLLM's layers: ragged prefill and decode through the same path.
 
-Owns the input buffers. On CPU the host and device sides of a buffer are one tensor. A decode loop updates positions, lengths and
-slots on the device, so nothing is synchronised between its steps.
+Owns the input buffers. On CPU the host and device sides of a buffer are one tensor. A decode loop updates positions,
+lengths and slots on the device, so nothing is synchronised between its steps.
 """
 
 from __future__ import annotations
@@ -38,7 +38,14 @@ class DraftForward:
     """
 
     def __init__(
-        self, *, model: Any, config: VllmConfig, cache: DraftKVCache, device: torch.device, max_tokens: int, max_requests: int
+        self,
+        *,
+        model: Any,
+        config: VllmConfig,
+        cache: DraftKVCache,
+        device: torch.device,
+        max_tokens: int,
+        max_requests: int,
     ) -> None:
         self._model = model
         self._config = config
@@ -63,7 +70,7 @@ class DraftForward:
     def prefill(
         self, *, ids: Sequence[Sequence[int]], starts: Sequence[int], block_ids: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        """Append ``ids[i]`` at position ``starts[i]`` of row i; return the logits after each row's last token, [B, V]."""
+        """Append ``ids[i]`` at position ``starts[i]`` of row i; return the logits after its last token, [B, V]."""
         lengths = np.fromiter((len(row) for row in ids), dtype=np.int64, count=len(ids))
         first = np.asarray(starts, dtype=np.int64)
         rows, tokens = len(ids), int(lengths.sum())
@@ -103,7 +110,7 @@ class DraftForward:
 
     @torch.inference_mode()
     def decode_step(self, ids: torch.Tensor) -> torch.Tensor:
-        """Append one token to each of the first ``len(ids)`` rows; return their logits, [B', V]. Nothing is synchronised."""
+        """Append one token to each of the first ``len(ids)`` rows; return their logits, [B', V], not synchronised."""
         rows = len(ids)
         positions, slots = self._positions.gpu[:rows], self._slots.gpu[:rows]
         self._input_ids.gpu[:rows].copy_(ids)

@@ -1,8 +1,8 @@
 """Which KV blocks hold which draft context: allocation, rollback, prefix reuse and eviction.
 
-Owns the free list (vLLM's ``BlockPool``) and one :class:`DraftSequence` per request. Invariants: a sequence's blocks cover its
-``ids``, which are exactly the tokens whose KV is valid; a block that the prefix cache can hand to another sequence is never
-written again.
+Owns the free list (vLLM's ``BlockPool``) and one :class:`DraftSequence` per request. Invariants: a sequence's blocks
+cover its ``ids``, which are exactly the tokens whose KV is valid; a block that the prefix cache can hand to another
+sequence is never written again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm_tokentiming.errors import DraftCacheExhaustedError
 
 _ROLLBACK_MARGIN = 64
-"""Blocks this close to the end of a context are not offered for reuse: re-encoding at the seam may still rewrite them."""
+"""Blocks this close to the end of a context are not offered for reuse: re-encoding at the seam may rewrite them."""
 
 _GROUP = 0
 
@@ -39,6 +39,7 @@ class DraftSequence:
         return len(self.hashes)
 
     def block_ids(self) -> list[int]:
+        """The sequence's row of the block table."""
         return [block.block_id for block in self.blocks]
 
 
@@ -58,7 +59,8 @@ class DraftBlocks:
 
     @property
     def num_free(self) -> int:
-        return self._pool.get_num_free_blocks()
+        """Blocks that can be handed out; those with a reusable prefix are among them."""
+        return int(self._pool.get_num_free_blocks())
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -114,7 +116,7 @@ class DraftBlocks:
             sequence.hashes.append(self._hash(parent, sequence.ids, index))
         # BlockPool reads nothing but the hashes of its Request argument (KV events are off).
         self._pool.cache_full_blocks(
-            request=SimpleNamespace(block_hashes=sequence.hashes),  # type: ignore[arg-type]
+            request=SimpleNamespace(block_hashes=sequence.hashes),
             blocks=sequence.blocks,
             num_cached_blocks=known,
             num_full_blocks=full,
@@ -142,8 +144,9 @@ class DraftBlocks:
             self.release(request_id)
         if self.num_free < missing:
             raise DraftCacheExhaustedError(
-                f"the draft's KV cache is exhausted: {missing} blocks of {self.block_size} tokens are needed, {self.num_free} "
-                "are free. Raise draft_kv_cache_memory, or lower --max-num-seqs or draft_max_model_len."
+                f"the draft's KV cache is exhausted: {missing} blocks of {self.block_size} tokens are needed, "
+                f"{self.num_free} are free. Raise draft_kv_cache_memory, or lower --max-num-seqs or "
+                "draft_max_model_len."
             )
 
     def _reuse_prefix(self, sequence: DraftSequence, context_ids: Sequence[int]) -> None:

@@ -46,6 +46,7 @@ class DraftKVCache:
         return by_layer
 
     def layer_names(self) -> list[str]:
+        """All layers with KV."""
         return [name for group in self.attention_groups for name in group.layer_names]
 
 
@@ -74,12 +75,14 @@ def allocate_draft_kv_cache(config: VllmConfig, *, device: torch.device, memory:
     groups = kv_cache_utils.get_kv_cache_groups(config, specs)
     if len(groups) != 1:
         raise UnsupportedModelError(
-            f"{config.model_config.model!r} needs {len(groups)} kinds of KV cache. Required of a draft: attention layers that can "
-            "share one block table. Choose another draft, or engine='transformers'."
+            f"{config.model_config.model!r} needs {len(groups)} kinds of KV cache. Required of a draft: attention "
+            "layers that can share one block table. Choose another draft, or engine='transformers'."
         )
     bytes_per_block = sum(spec.page_size_bytes for spec in specs.values())
     block_size = groups[0].kv_cache_spec.block_size
-    num_blocks = _num_blocks(config, bytes_per_block=bytes_per_block, block_size=block_size, memory=memory, device=device)
+    num_blocks = _num_blocks(
+        config, bytes_per_block=bytes_per_block, block_size=block_size, memory=memory, device=device
+    )
     config.cache_config.num_gpu_blocks_override = num_blocks
     cache_config = kv_cache_utils.get_kv_cache_config_from_groups(config, groups, available_memory=0)
     attention_groups = _attention_groups(cache_config.kv_cache_groups[0], layers)
@@ -106,8 +109,8 @@ def _require_attention_only(config: VllmConfig, specs: dict[str, KVCacheSpec]) -
     if odd or not specs:
         found = ", ".join(odd) if odd else "no attention layer"
         raise UnsupportedModelError(
-            f"{config.model_config.model!r} has {found}. Required of a draft: attention layers only, because a draft's state "
-            "must roll back when proposals are rejected. Choose another draft, or engine='transformers'."
+            f"{config.model_config.model!r} has {found}. Required of a draft: attention layers only, because a draft's "
+            "state must roll back when proposals are rejected. Choose another draft."
         )
 
 
@@ -133,12 +136,13 @@ def _num_blocks(
         wanted = config.scheduler_config.max_num_seqs * blocks_per_request + 1
         cap = (1 if device.type == "cpu" else 4) * GIB
         # A budget of one full-length request at the least: less would silence every long context for good.
-        return max(blocks_per_request + 1, min(wanted, cap // bytes_per_block))
+        return int(max(blocks_per_request + 1, min(wanted, cap // bytes_per_block)))
     num_blocks = int(memory * GIB) // bytes_per_block
     if num_blocks < 2:
         raise ConfigError(
-            f"draft_kv_cache_memory is {memory} GiB, room for {num_blocks} blocks of {bytes_per_block} bytes ({block_size} tokens). "
-            f"Required: at least 2 blocks. Set it to {2 * bytes_per_block / GIB:.4f} or more, or leave it out."
+            f"draft_kv_cache_memory is {memory} GiB, room for {num_blocks} blocks of {bytes_per_block} bytes "
+            f"({block_size} tokens). Required: at least 2 blocks. Set it to {2 * bytes_per_block / GIB:.4f} or more, "
+            "or leave it out."
         )
     return num_blocks
 
