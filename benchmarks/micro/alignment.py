@@ -4,9 +4,9 @@
 
 The texts are made up: English words cut at random into draft tokens and, on their own, into proxy tokens, k of each, so
 that tokens are as long as real ones and the two sides spell the same beginning. Times are per call, whole batch, Python
-overhead included, arrays ready; CPU time of the calling thread, so that other load on the machine does not count. The plain
-version is how research code writes it: strings, nested lists, a float infinity outside the band, one request at a time. It
-returns the same costs, which is checked first.
+overhead included, arrays ready; CPU time of the calling thread, so that waiting for other processes does not count. The
+plain version is how research code writes it: strings, nested lists, a float infinity outside the band, one request at a
+time. It returns the same costs, which is checked first.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from vllm_tokentiming.alignment import Aligner, warm_up
 WINDOW_RADIUS = 8
 LENGTHS = (5, 10, 20)
 BATCHES = (1, 32)
-WORDS = (
+TEXT = (
     "the speculative decoder proposes several tokens and the larger model verifies them in one forward pass although "
     "their vocabularies differ so that New York may be one token here but two tokens there whereas "
     "internationalisation is never a single one and def main(argv): return 0 stands for programs"
-).split(" ")
+)
+WORDS = TEXT.split()
 
 
 def plain_levenshtein(left: str, right: str) -> int:
