@@ -45,14 +45,15 @@ def chunk_rule(  # noqa: C901 - the rule in one piece
     max_tokens: int,
     check_every_candidate: bool = True,
 ) -> list[tuple[int, Row]]:
-    def text(run, last):
-        return b"".join(token_bytes[i] for i in (*run, last))
+    def lacking(run, last):
+        """A special token, which has no bytes, ends any character."""
+        return lacking_bytes(b"".join(token_bytes[i] for i in (*run, last))) if token_bytes[last] else 0
 
     def extends(run, last, position):
         """Known from the token and what went before it."""
         if position + 1 >= planned_steps:
             return False
-        return lacking_bytes(text(run, last)) > 0 or (len(run) < longest_run and last in extendable)
+        return lacking(run, last) > 0 or (len(run) < longest_run and last in extendable)
 
     proposal: list[tuple[int, Row]] = []
     start = 0
@@ -86,7 +87,7 @@ def chunk_rule(  # noqa: C901 - the rule in one piece
             if len(proposal) == max_tokens:
                 return proposal
             alive = {d: p for d, p in alive.items() if encodings[d][position] == token}
-        if last in end_ids or lacking_bytes(text(run, last)):
+        if last in end_ids or lacking(run, last) > 0:
             return proposal
         start = end + 1
     return proposal

@@ -24,8 +24,8 @@ DEFAULT_THRESHOLD: Final = 0.3
 """Extendable from this share of ends that are no target boundary (measured on code and prose, see
 docs/losslessness.md)."""
 
-PRIOR_STRENGTH: Final = 2.0
-"""How many observations the vocabularies' own guess is worth."""
+PRIOR_STRENGTH: Final = 1.0
+"""How many observations the vocabularies' own guess is worth: text corrects it at once (docs/losslessness.md)."""
 
 
 def pending_bytes(data: bytes) -> int:
@@ -42,6 +42,14 @@ def pending_bytes(data: bytes) -> int:
 def continuation_bytes(data: bytes) -> int:
     """The length of a token that holds nothing but UTF-8 continuation bytes, else 0."""
     return len(data) if data and all(0x80 <= byte < 0xC0 for byte in data) else 0
+
+
+def _traits(data: bytes, *, in_e: bool) -> int:
+    if data[-1] < 0x80:
+        return IN_E if in_e else 0
+    pending = pending_bytes(data)
+    in_e = in_e or pending > 0
+    return in_e * IN_E | pending << PENDING_SHIFT | min(continuation_bytes(data), 3) << CONTINUATION_SHIFT
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +81,7 @@ class Extendable:
         if len(mask) != len(draft_token_bytes):
             raise ValueError(f"the mask covers {len(mask)} draft tokens, the byte table {len(draft_token_bytes)}")
         traits = [
-            (IN_E if data and (flag or pending_bytes(data)) else 0)
-            | pending_bytes(data) << PENDING_SHIFT
-            | min(continuation_bytes(data), 3) << CONTINUATION_SHIFT
-            for flag, data in zip(mask.tolist(), (data or b"" for data in draft_token_bytes), strict=True)
+            _traits(data, in_e=flag) if data else 0 for flag, data in zip(mask.tolist(), draft_token_bytes, strict=True)
         ]
         return cls(np.array(traits, dtype=np.uint8))
 
@@ -132,11 +137,12 @@ class ExtendableSet:
                 f"threshold is {threshold} and strength {strength}; required: 0 ≤ threshold ≤ 1, strength > 0."
             )
         self._threshold = threshold
-        self._seen = np.full(len(prior), strength, dtype=np.float64)
-        self._cut = prior.astype(np.float64) * strength
-        texts = [data or b"" for data in draft_token_bytes]
-        self._free = np.array([bool(text) and not pending_bytes(text) for text in texts], dtype=np.bool_)
-        self._prior = Extendable.build(self._cut > threshold * self._seen, draft_token_bytes)
+        self._strength = strength
+        self._expected = prior
+        self._counts: dict[int, tuple[float, float]] = {}
+        """Of the tokens seen: how often, and how often cut, the prior's share included."""
+        self._has_bytes = [bool(data) for data in draft_token_bytes]
+        self._prior = Extendable.build(prior > threshold, draft_token_bytes)
         self._current = self._prior
 
     @property
@@ -165,20 +171,22 @@ class ExtendableSet:
             raise ValueError(
                 f"{len(ids_in_draft_vocab)} draft tokens, {len(is_boundary)} boundaries; one is needed for each"
             )
-        touched: list[int] = []
-        traits = self._current.traits
+        traits = self._current.traits.data
+        flipped: dict[int, int] = {}
         pending = 0
         for draft_id, boundary in zip(ids_in_draft_vocab, is_boundary, strict=True):
-            trait = int(traits[draft_id])
-            pending = pending_after(pending, trait)
+            trait = traits[draft_id]
+            pending = pending_after(pending, trait) if trait > IN_E else 0
             # An end inside a character says nothing about the token: such an end is extended whatever E says.
-            if pending or not self._free[draft_id]:
+            if pending or not self._has_bytes[draft_id]:
                 continue
-            self._seen[draft_id] += 1.0
-            self._cut[draft_id] += not boundary
-            touched.append(draft_id)
-        flags = self._cut[touched] > self._threshold * self._seen[touched]
-        if not np.array_equal(flags, traits[touched] & IN_E):
-            traits = traits.copy()
-            traits[touched] = (traits[touched] & ~np.uint8(IN_E)) | flags
-            self._current = Extendable(traits)
+            seen, cut = self._counts.get(draft_id) or (self._strength, float(self._expected[draft_id]) * self._strength)
+            self._counts[draft_id] = seen, cut = seen + 1.0, cut + (not boundary)
+            flag = IN_E if cut > self._threshold * seen else 0
+            if flag != flipped.get(draft_id, trait & IN_E):
+                flipped[draft_id] = flag
+        if flipped:
+            changed = self._current.traits.copy()
+            for draft_id, flag in flipped.items():
+                changed[draft_id] = (int(changed[draft_id]) & ~IN_E) | flag
+            self._current = Extendable(changed)
