@@ -72,7 +72,7 @@ class SamplingPlan:
         if not self.keeps_laws:
             return
         greedy = [s is None or s.temperature <= 0 for s in samplings]
-        self._greedy = torch.tensor(greedy, device=device).unsqueeze(1)  # [B, 1]
+        self._greedy = torch.tensor(greedy, device=device)  # [B]
         self._inverse_temperature = torch.tensor(
             [1.0 if g or s is None else 1.0 / s.temperature for g, s in zip(greedy, samplings, strict=True)],
             dtype=torch.float64,
@@ -92,22 +92,21 @@ class SamplingPlan:
             ids int64 [B']; largest logits [B'], not finite where the row is broken; and, where laws are kept, their
             support int64 [B', top_k] and probabilities float64 [B', top_k].
         """
+        largest, likeliest = logits.max(dim=-1)
         if not self.keeps_laws:
-            largest, ids = logits.max(dim=-1)
-            return ids, largest, None, None
+            return likeliest, largest, None, None
         rows = len(logits)
         top_k = min(self._top_k, logits.shape[-1])
         values, support = logits.topk(top_k, dim=-1)  # descending
-        largest = values[:, 0]
         scaled = (values.double() - largest.double().unsqueeze(1)) * self._inverse_temperature[:rows]
         ranks = torch.arange(top_k, device=logits.device).unsqueeze(0)
         scaled = scaled.masked_fill(ranks >= self._narrow[:rows], float("-inf"))
         probs = scaled.softmax(dim=-1)
         noise = self._noise(rows, top_k, logits.device)
-        # argmax(p / Exp(1)) is a draw from p; greedy rows compare the probabilities themselves.
-        scores = probs / torch.where(self._greedy[:rows], torch.ones_like(noise), noise)
-        drawn = scores.argmax(dim=-1, keepdim=True)
-        return support.gather(1, drawn).squeeze(1), largest, support, probs
+        # argmax(p / Exp(1)) is a draw from p.
+        drawn = support.gather(1, (probs / noise).argmax(dim=-1, keepdim=True)).squeeze(1)
+        # Among equal logits topk may order differently; a greedy row takes what it would without sampled neighbours.
+        return torch.where(self._greedy[:rows], likeliest, drawn), largest, support, probs
 
     def _noise(self, rows: int, top_k: int, device: torch.device) -> torch.Tensor:
         noise = torch.ones(rows, top_k, dtype=torch.float64, device=device)
