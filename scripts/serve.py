@@ -216,8 +216,8 @@ def curl_line(url: str) -> str:
     """One command that asks the served model something."""
     with OPENER.open(f"{url}/v1/models", timeout=30) as answer:
         name = json.load(answer)["data"][0]["id"]
-    messages = [{"role": "user", "content": "What does os.path.join do?"}]
-    body = shlex.quote(json.dumps({"model": name, "messages": messages, "max_tokens": 64}))
+    messages = [{"role": "user", "content": "Write a function that adds two numbers."}]
+    body = shlex.quote(json.dumps({"model": name, "messages": messages, "max_tokens": 64, "temperature": 0}))
     return f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d {body}"
 
 
@@ -237,7 +237,7 @@ def main() -> int:
     require_free_port(options.host, options.port)
     signal.signal(signal.SIGTERM, raise_interrupt)
     signal.signal(signal.SIGHUP, raise_interrupt)
-    say(f"vLLM's {'CPU' if is_cpu_build() else 'CUDA'} build; starting (up to a minute for the tiny pair):")
+    say(f"vLLM's {'CPU' if is_cpu_build() else 'CUDA'} build; starting (the tiny pair takes about a minute):")
     settings = {k: v for k, v in plan.environment.items() if os.environ.get(k) != v}
     say(" ".join([*(f"{k}={shlex.quote(v)}" for k, v in settings.items()), shlex.join(plan.command)]))
     try:
