@@ -16,6 +16,8 @@ from reference.toy_rules import (
     world,
 )
 
+from vllm_tokentiming.alignment import Aligner
+
 EXACT = 1e-12
 
 
@@ -77,6 +79,31 @@ def test_exact_with_an_aligner_and_a_tokenizer_that_err(alphabet):
             for linked in (None, faulty_link):
                 rule = product_rule(toy, extendable=extendable, linked=linked, encode=faulty_encoder(toy))
                 assert outcome(toy, rule, steps=3, depth=3).distance < EXACT
+
+
+@pytest.mark.parametrize("window_radius", [1, 8])
+def test_exact_with_the_links_of_dynamic_token_warping(window_radius):
+    """A link carries a law where the path's last draft token of the chunk is the chunk's last and the bytes agree."""
+
+    def flat(tokens):
+        offsets = np.cumsum([0, *map(len, tokens)]).astype(np.int32)
+        return np.frombuffer(b"".join(tokens), dtype=np.uint8), offsets
+
+    for seed in range(3):
+        toy = world(seed, ends=False)
+        aligner = Aligner(*flat(toy.draft), *flat(toy.target), window_radius=window_radius)
+
+        def linked(run, last, position, toy=toy, aligner=aligner):
+            draft, proxy = (*run, last), toy.encode(run, last)
+            path = aligner.align(
+                *(np.array(x, dtype=np.int32) for x in (draft, [0, len(draft)], proxy, [0, len(proxy)]))
+            )
+            same = b"".join(toy.draft[i] for i in draft) == b"".join(toy.target[i] for i in proxy)
+            return bool(same and path.last_draft_index[position] == len(run))
+
+        for extendable in sets(toy):
+            rule = product_rule(toy, extendable=extendable, linked=linked)
+            assert outcome(toy, rule, steps=3, depth=3).distance < EXACT
 
 
 @pytest.mark.parametrize("stop", [stop_at_flat_law, last_at_flat_law])

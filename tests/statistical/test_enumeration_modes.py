@@ -6,7 +6,8 @@ import dataclasses
 
 import numpy as np
 import pytest
-from reference.enumeration import World, longest_match, outcome
+from reference.enumeration import World, outcome
+from reference.retokenising_rules import aligned_table_rule, paper_rule, point_mass_rule
 from reference.toy_rules import CHARACTERS, LETTERS, rows_of, world
 
 from vllm_tokentiming.transfer.chunks import ChunkTable
@@ -100,54 +101,10 @@ def test_slem_has_the_law_of_the_target(alphabet):
         assert outcome(toy, rule, steps=3, depth=3).distance < EXACT
 
 
-def retokenised(toy, drafted):
-    """Full re-tokenisation of a draft without specials; for each proxy token the last draft token that overlaps it."""
-    proxy = longest_match(toy.target, b"".join(toy.draft[i] for i in drafted.ids))
-    ends = np.cumsum([len(toy.draft[i]) for i in drafted.ids])
-    last = np.searchsorted(ends, np.cumsum([len(toy.target[t]) for t in proxy]))
-    return proxy, ends, last
-
-
 def test_point_masses_have_the_law_of_the_target_however_drawn():
     for seed in range(6):
         toy = world(seed, ends=False)
-
-        def rule(drafted, toy=toy):
-            return [(token, {token: 1.0}) for token in retokenised(toy, drafted)[0]]
-
-        assert outcome(toy, rule, steps=3, depth=3).distance < EXACT
-
-
-def paper_rule(toy):
-    """The paper's scalar: the probability of the last aligned draft token at the proxy token, nothing elsewhere."""
-
-    def rule(drafted):
-        proxy, _, last = retokenised(toy, drafted)
-        return [(t, {t: drafted.laws()[i][drafted.ids[i]]}) for t, i in zip(proxy, last, strict=True)]
-
-    return rule
-
-
-def aligned_table_rule(toy):
-    """Full re-tokenisation; a token aligned one to one takes its law through a fixed table, others a point mass."""
-
-    def rule(drafted):
-        proxy, ends, last = retokenised(toy, drafted)
-        proposal, position = [], 0
-        for token, i in zip(proxy, last, strict=True):
-            size = len(toy.target[token])
-            if ends[i] == position + size and len(toy.draft[drafted.ids[i]]) == size:
-                row: dict[int, float] = {}
-                for d, p in drafted.laws()[i].items():
-                    first = longest_match(toy.target, toy.draft[d])[0]
-                    row[first] = row.get(first, 0.0) + p
-            else:
-                row = {token: 1.0}
-            proposal.append((token, row))
-            position += size
-        return proposal
-
-    return rule
+        assert outcome(toy, point_mass_rule(toy), steps=3, depth=3).distance < EXACT
 
 
 @pytest.mark.parametrize("lossy", [paper_rule, aligned_table_rule])

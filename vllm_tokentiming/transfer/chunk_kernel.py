@@ -24,12 +24,12 @@ many there are if it holds nothing else (3 at most)."""
 DONE, MISSING, NOT_IN_LAW, BAD_ID, NOT_FINITE = 0, 1, 2, 3, 4
 """Outcomes of :func:`chunk_rows`."""
 
-END, LAST, RUN_NUMBER, PENDING, MAY_EXTEND, IN_BOUND, REVEALED, STOPS = range(8)
+END, LAST, RUN_NUMBER, PENDING, MAY_EXTEND, IN_BOUND, REVEALED = range(7)
 """Columns of a chunk's description, int64: the index of its last token, that token, the number of its run, the
 continuation bytes that the run lacks, whether the chunk could have gone on, whether E had a say in that, whether its
-last token counts as known, whether the proposal ends with it."""
+last token counts as known."""
 
-NUM_COLUMNS = 8
+NUM_COLUMNS = 7
 EMPTY = -1
 
 
@@ -229,6 +229,4 @@ def chunk_rows(  # noqa: C901, PLR0912, PLR0915, PLR0917 - one pass; helpers wou
             out_offsets[num_tokens] = stored
             if num_tokens == len(out_tokens):
                 return DONE, num_tokens, chunk
-        if chunks[chunk, STOPS] != 0:
-            break
     return DONE, num_tokens, len(chunks)

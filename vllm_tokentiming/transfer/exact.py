@@ -218,12 +218,12 @@ class ChunkTransfer:
             run = tuple(ids_in_draft_vocab[start:position])
             runs.append(run)
             number = self.table.number_of(run)
-            stops = lacking > 0 or draft_id in self._ends
             # A draft that ended before its plan after an extendable token (so `extends`): nothing known before that
             # token was drawn says that the chunk would end with it, so it is revealed like the rest of the run.
-            cells += (position, draft_id, number, pending, may_extend, in_bound, extends, stops)
+            cells += (position, draft_id, number, pending, may_extend, in_bound, extends)
             start, pending = position + 1, 0
-            if stops:
+            # The text is over, or has a gap: an unfinished character has no proxy tokens.
+            if lacking > 0 or draft_id in self._ends:
                 break
         return runs, np.array(cells, dtype=np.int64).reshape(-1, kernel.NUM_COLUMNS)
 
