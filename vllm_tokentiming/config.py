@@ -12,7 +12,8 @@ from typing import Any, Final, Literal, Self
 
 from vllm_tokentiming.errors import ConfigError
 
-TransferMode = Literal["point_mass", "paper"]
+TransferMode = Literal["exact", "point_mass", "tli", "slem", "paper"]
+ExtendableMode = Literal["online", "table", "off"]
 EngineKind = Literal["vllm", "transformers"]
 DraftDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -56,10 +57,21 @@ class TokenTimingConfig:
         None, "draft forward passes per cycle; default: num_speculative_tokens (the cap on proxy tokens)"
     )
     window_radius: int = _option(8, "Sakoe-Chiba radius of the alignment, cells (paper: 8 is best)")
-    transfer: TransferMode = _option("point_mass", "how draft probabilities reach the rejection sampler")
+    transfer: TransferMode = _option(
+        "exact",
+        "how draft probabilities reach the rejection sampler; all but paper are lossless (docs/losslessness.md)",
+    )
+    extendable: ExtendableMode = _option(
+        "online",
+        "transfer=exact: draft tokens that the target may go on with, as the vocabularies suggest and committed text shows "
+        "(online), as the vocabularies suggest (table), or none (off)",
+    )
+    longest_run: int = _option(3, "transfer=exact: draft tokens before the last one of a chunk, at most")
     allow_lossy: bool = _option(False, "permit transfer=paper, which changes the target's output distribution")
     draft_top_k: int = _option(64, "the draft samples from its k likeliest tokens")
-    draft_temperature: float | None = _option(None, "the draft's temperature; default: the request's own")
+    draft_temperature: float | None = _option(
+        None, "the draft's temperature, 0 for a greedy draft; default: each request learns what pays"
+    )
     special_token_pairs: tuple[tuple[str, str], ...] = _option(
         (), "(target literal, draft literal) of special tokens that mean the same, beside those with equal literals"
     )
@@ -78,6 +90,7 @@ class TokenTimingConfig:
         self._check_range("num_draft_tokens", minimum=1, maximum=MAX_SPECULATIVE_TOKENS)
         self._check_range("window_radius", minimum=1)
         self._check_range("draft_top_k", minimum=1)
+        self._check_range("longest_run", minimum=0)
         self._check_range("draft_temperature", minimum=0.0)
         self._check_range("seed", minimum=0)
         if self.transfer == "paper" and not self.allow_lossy:

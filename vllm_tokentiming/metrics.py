@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 LOG_INTERVAL: Final = 10.0
 
-STAGES: Final = ("context", "draft", "proxy", "alignment", "transfer", "rows")
+STAGES: Final = ("context", "draft", "proposal", "rows")
 
 
 class Metrics:

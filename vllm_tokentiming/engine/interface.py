@@ -30,11 +30,13 @@ class DraftSampling:
         top_k: the laws are restricted to this many tokens and renormalised *before* sampling, so they are exactly the
             distributions that the tokens were drawn from.
         seed: a request's own seed (already derived; equal seeds give equal draws), or None for the engine's stream.
+        shared_only: the laws are restricted to the tokens of ``DraftEngine.restrict``, also before sampling.
     """
 
     temperature: float
     top_k: int
     seed: int | None = None
+    shared_only: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,9 @@ class DraftEngine(Protocol):
         Raises:
             DraftEngineError: the step failed as a whole; the KV of the requests is then dropped.
         """
+
+    def restrict(self, allowed: npt.NDArray[np.bool_]) -> None:
+        """Name the tokens, bool [vocab_size], that requests with ``shared_only`` may draft."""
 
     def release(self, request_id: str) -> None:
         """Free what is kept for a request; unknown ids are ignored."""

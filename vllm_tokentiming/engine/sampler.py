@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm_tokentiming.engine.interface import DraftSampling
@@ -25,6 +27,11 @@ class DraftSampler:
         self._device = device
         self._shared = torch.Generator(device=device).manual_seed(seed)
         self._own: dict[str, torch.Generator] = {}
+        self._forbidden: torch.Tensor | None = None
+
+    def restrict(self, allowed: npt.NDArray[np.bool_]) -> None:
+        """Name the tokens, bool [V], that rows with ``shared_only`` may draw."""
+        self._forbidden = torch.from_numpy(~allowed).to(self._device)
 
     def release(self, request_id: str) -> None:
         """Forget a request's stream."""
@@ -37,6 +44,7 @@ class DraftSampler:
             samplings=samplings,
             generators=[self._generator(rid, s) for rid, s in zip(request_ids, samplings, strict=True)],
             shared=self._shared,
+            forbidden=self._forbidden,
         )
 
     def _generator(self, request_id: str, sampling: DraftSampling | None) -> torch.Generator | None:
@@ -62,7 +70,11 @@ class SamplingPlan:
         samplings: Sequence[DraftSampling | None],
         generators: Sequence[torch.Generator | None],
         shared: torch.Generator,
+        forbidden: torch.Tensor | None,
     ) -> None:
+        self._forbidden = forbidden
+        self._restricted = torch.tensor([s is not None and s.shared_only for s in samplings], device=device)  # [B]
+        self._restricts = forbidden is not None and any(s is not None and s.shared_only for s in samplings)
         self._generators = generators
         self._shared = shared
         drawn = [s for s in samplings if s is not None and s.temperature > 0]
@@ -92,6 +104,10 @@ class SamplingPlan:
             ids int64 [B']; largest logits [B'], not finite where the row is broken; and, where laws are kept, their
             support int64 [B', top_k] and probabilities float64 [B', top_k].
         """
+        if self._restricts and self._forbidden is not None:
+            # Before sampling, so that the law is the one that the token was drawn from.
+            forbidden = self._restricted[: len(logits), None] & self._forbidden[: logits.shape[-1]]
+            logits = logits.masked_fill(forbidden, float("-inf"))
         largest, likeliest = logits.max(dim=-1)
         if not self.keeps_laws:
             return likeliest, largest, None, None

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache, DynamicLayer
@@ -181,6 +182,10 @@ class TransformersDraftEngine:
                 f"draft_kv_cache_memory is {memory} GiB, room for {self._max_cached_tokens} tokens of "
                 f"{self.bytes_per_token} bytes. Required: at least 2 tokens. Raise it, or leave it out."
             )
+
+    def restrict(self, allowed: npt.NDArray[np.bool_]) -> None:
+        """See :class:`~vllm_tokentiming.engine.interface.DraftEngine`."""
+        self._sampler.restrict(allowed)
 
     def release(self, request_id: str) -> None:
         """Free what is kept for a request; unknown ids are ignored."""

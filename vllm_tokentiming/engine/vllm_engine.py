@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.compilation.backends import set_model_tag
 from vllm.config import VllmConfig
@@ -99,6 +100,10 @@ class VllmDraftEngine:
         tokens = (self._cache.num_blocks - 1) * self._cache.block_size
         dtype = str(self.config.model_config.dtype).removeprefix("torch.")
         return f"vllm ({dtype}, KV {self._cache.num_bytes / GIB:.2f} GiB = {tokens} tokens)"
+
+    def restrict(self, allowed: npt.NDArray[np.bool_]) -> None:
+        """See :class:`~vllm_tokentiming.engine.interface.DraftEngine`."""
+        self._sampler.restrict(allowed)
 
     def release(self, request_id: str) -> None:
         """Free what is kept for a request; unknown ids are ignored."""

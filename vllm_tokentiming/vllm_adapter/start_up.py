@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from vllm_tokentiming.config import OPTIONS_KEY, TokenTimingConfig, check_num_speculative_tokens
 from vllm_tokentiming.errors import ConfigError
 from vllm_tokentiming.metrics import Metrics
+from vllm_tokentiming.pair import Pair
 from vllm_tokentiming.pipeline import Pipeline
+from vllm_tokentiming.proposal_modes import ProposalMode
 from vllm_tokentiming.vocabulary import SpecialTokenMap, Vocabulary, overlap
 
 if TYPE_CHECKING:
@@ -113,14 +115,11 @@ def build_pipeline(
             "transfer=paper is NOT lossless: it changes the target's output distribution at temperature > 0. It is kept to "
             "reproduce the paper (arXiv 2510.15545); use transfer=point_mass to serve users."
         )
+    mode = ProposalMode(Pair(target, draft, special_tokens, window_radius=options.window_radius), options)
+    if mode.restricts_draft:
+        engine.restrict(mode.shared_tokens())
     pipeline = Pipeline(
-        target=target,
-        draft=draft,
-        special_tokens=special_tokens,
-        engine=engine,
-        options=options,
-        num_draft_tokens=options.num_draft_tokens or max_proposal,
-        metrics=metrics,
+        mode=mode, engine=engine, num_draft_tokens=options.num_draft_tokens or max_proposal, metrics=metrics
     )
     shared = overlap(target, draft)
     logger.info(

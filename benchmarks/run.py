@@ -1,0 +1,177 @@
+"""End-to-end speed: the same prompts through several systems, interleaved, with vLLM's own acceptance counts.
+
+    python -m benchmarks.run --target DIR --draft DIR --prompts spec_bench.jsonl --systems none ours tli --output FILE.json
+
+Every system gets every prompt, in turn and in an order that rotates, so that drift of the machine hits all alike. Idle systems hold
+memory but no core. The JSON keeps one record per prompt, system and temperature, and where it was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.prompts import FIVE_TASKS, Prompt, load_prompts
+from benchmarks.provenance import provenance
+from benchmarks.systems import System, parse_system
+
+FORMAT = 1
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Engine:
+    """The process of one system."""
+
+    def __init__(self, system: System, shared_args: dict[str, Any], *, log: Path) -> None:
+        sys.path.insert(0, str(ROOT / "scripts"))
+        from cpu_env import cpu_environment
+
+        self.system = system
+        environment = {**cpu_environment(os.environ), **system.environment}
+        self._log = log.open("w", encoding="utf-8")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.engine_worker", json.dumps({**shared_args, **system.engine_args})],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            cwd=ROOT,
+            env=environment,
+        )
+        self.start_seconds = float(self._answer()["start_seconds"])
+
+    def measure(self, texts: Sequence[str], sampling: dict[str, Any]) -> dict[str, Any]:
+        """Generate for one batch."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"chat": list(texts), "sampling": sampling}) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._log.close()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the system {self.system.name!r} ended; its log is {self._log.name}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--draft")
+    parser.add_argument("--prompts", type=Path, required=True, help="Spec-Bench's question.jsonl")
+    parser.add_argument("--systems", nargs="+", default=["none", "ours"], help="see benchmarks/systems.py")
+    parser.add_argument("--tasks", nargs="+", default=list(FIVE_TASKS))
+    parser.add_argument("--per-task", type=int, default=12)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--num-speculative-tokens", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=1, help="prompts at once")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--output", type=Path, required=True)
+    return parser.parse_args()
+
+
+def batches(prompts: Sequence[Prompt], size: int) -> Iterator[list[Prompt]]:
+    """Prompts of one task, ``size`` at once."""
+    for task in dict.fromkeys(prompt.task for prompt in prompts):
+        of_task = [prompt for prompt in prompts if prompt.task == task]
+        for start in range(0, len(of_task), size):
+            yield of_task[start : start + size]
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure everything; returns the JSON document."""
+    systems = [
+        parse_system(text, draft=arguments.draft, num_speculative_tokens=arguments.num_speculative_tokens)
+        for text in arguments.systems
+    ]
+    prompts = load_prompts(arguments.prompts, tasks=arguments.tasks, per_task=arguments.per_task)
+    shared = {
+        "model": arguments.target,
+        "dtype": arguments.dtype,
+        "enforce_eager": arguments.enforce_eager,
+        "max_model_len": arguments.max_model_len,
+        "max_num_seqs": max(8, arguments.batch),
+        "disable_log_stats": False,
+        # Every system prefills every prompt itself, each time.
+        "enable_prefix_caching": False,
+    }
+    engines: list[Engine] = []
+    records: list[dict[str, Any]] = []
+    try:
+        for system in systems:
+            log = arguments.output.with_suffix(f".{system.name.replace(' ', '-').replace('/', '-')}.log")
+            engines.append(Engine(system, shared, log=log))
+            print(f"{system.name}: ready after {engines[-1].start_seconds:.0f} s", flush=True)
+        for engine in engines:
+            # Long enough that every kernel shape of the run has been seen.
+            engine.measure([prompts[0].text] * arguments.batch, _sampling(arguments, arguments.temperatures[0], 32))
+        for turn, batch in enumerate(batches(prompts, arguments.batch)):
+            for temperature in arguments.temperatures:
+                for place in range(len(engines)):
+                    engine = engines[(turn + place) % len(engines)]
+                    sampling = _sampling(arguments, temperature, arguments.max_tokens)
+                    answer = engine.measure([prompt.text for prompt in batch], sampling)
+                    records.append(
+                        {
+                            "system": engine.system.name,
+                            "temperature": temperature,
+                            "task": batch[0].task,
+                            "question_ids": [prompt.question_id for prompt in batch],
+                            **answer,
+                        }
+                    )
+            print(f"{turn + 1}: {batch[0].task}", flush=True)
+    finally:
+        for engine in engines:
+            engine.close()
+    return {
+        "format": FORMAT,
+        "kind": "end_to_end",
+        "provenance": provenance(),
+        "settings": {**vars(arguments), "prompts": arguments.prompts.name, "output": arguments.output.name, **shared},
+        "systems": [{**dataclasses.asdict(e.system), "start_seconds": e.start_seconds} for e in engines],
+        "records": records,
+    }
+
+
+def _sampling(arguments: argparse.Namespace, temperature: float, max_tokens: int) -> dict[str, Any]:
+    # All systems generate the same number of tokens, so that seconds compare.
+    return {"temperature": temperature, "max_tokens": max_tokens, "ignore_eos": True}
+
+
+def main() -> None:
+    """Run, write the JSON, print the tables."""
+    from benchmarks.compare import print_tables
+
+    arguments = parse_arguments()
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    document = run(arguments)
+    arguments.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print_tables(document)
+
+
+if __name__ == "__main__":
+    main()

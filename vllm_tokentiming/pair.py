@@ -1,0 +1,191 @@
+"""What is known of a pair of vocabularies: proxy tokens, alignments, chunk encodings with their links, boundaries.
+
+Composes the rooms that do not know each other. Owns the chunk table and the learned set E of the pair; both grow from use and are
+bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_tokentiming.alignment import Aligner
+from vllm_tokentiming.transfer.boundary_prior import extendable_prior
+from vllm_tokentiming.transfer.chunks import ChunkTable
+from vllm_tokentiming.transfer.exact import ChunkTransfer
+from vllm_tokentiming.transfer.extendable import Extendable, ExtendableSet
+from vllm_tokentiming.vocabulary import ProxyTokenizer, SpecialTokenMap, Vocabulary
+
+_OBSERVED_TOKENS: Final = 32
+"""Committed target tokens that are looked at together for their boundaries."""
+
+_OBSERVED_PROMPT_TOKENS: Final = 512
+
+
+class Pair:
+    """A target's and a draft's vocabulary.
+
+    Args:
+        target: the target's vocabulary.
+        draft: the draft's.
+        special_tokens: which of their special tokens mean the same.
+        window_radius: of the alignment, in cells.
+    """
+
+    def __init__(
+        self, target: Vocabulary, draft: Vocabulary, special_tokens: SpecialTokenMap, *, window_radius: int
+    ) -> None:
+        self.target = target
+        self.draft = draft
+        self.special_tokens = special_tokens
+        self.proxy_tokenizer = ProxyTokenizer(target, draft, special_tokens)
+        self.aligner = Aligner(
+            draft.flat_bytes, draft.byte_offsets, target.flat_bytes, target.byte_offsets, window_radius=window_radius
+        )
+
+    def last_draft_index(
+        self, drafted: Sequence[Sequence[int]], proxies: Sequence[Sequence[int]]
+    ) -> list[npt.NDArray[np.int32]]:
+        """For each proxy token the last draft token aligned with it, one array per request (TokenTiming, section 3.2)."""
+        proxy_ids, proxy_offsets = flatten(proxies)
+        alignment = self.aligner.align(*flatten(drafted), proxy_ids, proxy_offsets)
+        return np.split(alignment.last_draft_index, proxy_offsets[1:-1])
+
+    def shared_tokens(self) -> npt.NDArray[np.int32]:
+        """Int32 [draft vocabulary]: the target token with the same bytes or meaning, -1 where there is none."""
+        by_bytes = {data: token for token, data in enumerate(self.target.token_bytes) if data}
+        shared = np.full(self.draft.model_vocab_size, -1, dtype=np.int32)
+        for token, data in enumerate(self.draft.token_bytes):
+            if data:
+                shared[token] = by_bytes.get(data, -1)
+        for draft_id, target_id in self.special_tokens.draft_to_target.items():
+            shared[draft_id] = target_id
+        return shared
+
+
+class ExactPair:
+    """The chunk rule for a pair: the transfer, and the set E that it learns.
+
+    Args:
+        pair: the vocabularies.
+        longest_run: extendable tokens before a chunk's last one.
+        learn: False keeps E as the vocabularies alone suggest.
+        extend: False empties E: every whole-character token is a chunk of its own.
+    """
+
+    def __init__(self, pair: Pair, *, longest_run: int, learn: bool = True, extend: bool = True) -> None:
+        self._pair = pair
+        table = ChunkTable(
+            draft_vocab_size=pair.draft.model_vocab_size,
+            target_vocab_size=pair.target.model_vocab_size,
+            encode=self._encode,
+            certify=self._certify,
+        )
+        self.transfer = ChunkTransfer(
+            table, end_ids_in_draft_vocab=pair.draft.end_ids, longest_run=longest_run
+        )
+        prior = extendable_prior(pair.draft.token_bytes, pair.target.token_bytes)
+        if not extend:
+            prior = np.zeros_like(prior)
+        self._learn = learn and extend
+        self._extendable = ExtendableSet(prior, pair.draft.token_bytes)
+        self.transfer.warm_up()
+
+    def extendable(self, *, alone: bool) -> Extendable:
+        """E before a cycle; ``alone``: as no other request has touched it."""
+        return self._extendable.prior if alone else self._extendable.snapshot()
+
+    def observer(self) -> BoundaryObserver | None:
+        """Watches one request's committed text for E; None where E does not learn."""
+        return BoundaryObserver(self._pair, self._extendable) if self._learn else None
+
+    def _encode(self, run: tuple[int, ...], lasts: Sequence[int]) -> list[tuple[int, ...]]:
+        encode_chunk = self._pair.proxy_tokenizer.encode_chunk
+        return [encode_chunk(run, last) for last in lasts]
+
+    def _certify(
+        self, run: tuple[int, ...], lasts: Sequence[int], encodings: Sequence[tuple[int, ...]]
+    ) -> list[list[bool]]:
+        """A proxy token carries the law of the chunk's last draft token where the alignment links the two and the bytes agree.
+
+        Of a chunk that is one draft token, or one proxy token, the alignment can say nothing else.
+        """
+        draft_bytes, target_bytes = self._pair.draft.token_bytes, self._pair.target.token_bytes
+        spelled = b"".join(draft_bytes[token] or b"" for token in run)
+        links = []
+        for last, proxies in zip(lasts, encodings, strict=True):
+            drafted = spelled + (draft_bytes[last] or b"")
+            same = drafted == b"".join(target_bytes[token] or b"" for token in proxies)
+            links.append([same] * len(proxies))
+        doubtful = [place for place, proxies in enumerate(encodings) if run and len(proxies) > 1]
+        if doubtful:
+            aligned = self._pair.last_draft_index(
+                [(*run, lasts[place]) for place in doubtful], [encodings[place] for place in doubtful]
+            )
+            for place, last_index in zip(doubtful, aligned, strict=True):
+                links[place] = [same and index == len(run) for same, index in zip(links[place], last_index, strict=True)]
+        return links
+
+
+class BoundaryObserver:
+    """Tells E where the target's tokens end in one request's committed text."""
+
+    __slots__ = ("_pair", "_pending", "_set", "_started")
+
+    def __init__(self, pair: Pair, extendable: ExtendableSet) -> None:
+        self._pair = pair
+        self._set = extendable
+        self._pending: list[int] = []
+        self._started = False
+
+    def commit(self, ids_in_target_vocab: Sequence[int]) -> None:
+        """Newly committed tokens. The draft's tokens of their text are found by encoding it afresh, a stretch at a time."""
+        if not self._started:
+            self._started = True
+            ids_in_target_vocab = ids_in_target_vocab[-_OBSERVED_PROMPT_TOKENS:]
+        self._pending += ids_in_target_vocab
+        if len(self._pending) >= _OBSERVED_TOKENS:
+            for stretch in self._texts():
+                self._observe(stretch)
+            self._pending.clear()
+
+    def _texts(self) -> list[list[bytes]]:
+        """The pending tokens' bytes, divided at special tokens."""
+        texts: list[list[bytes]] = [[]]
+        table = self._pair.target.token_bytes
+        for token in self._pending:
+            data = table[token] if 0 <= token < len(table) else None
+            if data:
+                texts[-1].append(data)
+            elif texts[-1]:
+                texts.append([])
+        return texts
+
+    def _observe(self, stretch: Sequence[bytes]) -> None:
+        text = b"".join(stretch)
+        try:
+            text.decode()
+            drafted = self._pair.draft.encode(text)
+        except ValueError:
+            return  # half characters at an edge, or bytes that the draft cannot write: nothing to learn
+        boundaries = {0}
+        end = 0
+        for data in stretch:
+            end += len(data)
+            boundaries.add(end)
+        ends, end = [], 0
+        for token in drafted:
+            end += len(self._pair.draft.token_bytes[token] or b"")
+            ends.append(end in boundaries)
+        # The last end is where the stretch was cut.
+        self._set.observe(drafted[:-1], ends[:-1])
+
+
+def flatten(rows: Sequence[Sequence[int]]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Rows of ids end to end, int32, and where each begins, int32 [rows + 1]."""
+    offsets = np.zeros(len(rows) + 1, dtype=np.int32)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    return np.fromiter((i for row in rows for i in row), dtype=np.int32, count=int(offsets[-1])), offsets
