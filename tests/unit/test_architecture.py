@@ -16,15 +16,17 @@ MODULES = sorted(ROOT.rglob("*.py"))
 MAX_LINES = 450
 
 ROOMS = frozenset({"engine", "vocabulary", "alignment", "transfer"})
-CORE = ROOMS | {"errors", "config", "policy", "metrics"}
+CORE = ROOMS | {"errors", "config", "pair", "policy", "metrics", "proposal_modes"}
 # Part of the package → the other parts that it may import. A new part must be entered here, or the test fails.
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "config": frozenset({"errors"}),
     **dict.fromkeys(ROOMS, frozenset({"errors"})),
     "engine": frozenset({"errors", "config"}),  # built from the options; the other rooms get plain values
-    "metrics": ROOMS | {"errors", "config"},
-    "policy": ROOMS | {"errors", "config"},
+    "pair": ROOMS | {"errors", "config"},
+    "metrics": frozenset({"errors", "config"}),
+    "policy": frozenset({"errors", "config"}),
+    "proposal_modes": ROOMS | {"errors", "config", "pair", "policy"},
     "pipeline": CORE,
     "vllm_adapter": CORE | {"pipeline"},
     "proposer": CORE | {"pipeline", "vllm_adapter"},

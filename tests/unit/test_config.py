@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_tokentiming import ConfigError, TokenTimingConfig
-from vllm_tokentiming.config import MAX_SPECULATIVE_TOKENS, DraftDtype, EngineKind
+from vllm_tokentiming.config import MAX_SPECULATIVE_TOKENS, DraftDtype, EngineKind, ExtendableMode, TransferMode
 
 DRAFT = "some/draft"
 FIELDS = {f.name: f for f in dataclasses.fields(TokenTimingConfig)}
@@ -41,7 +41,9 @@ def test_defaults_are_the_documented_ones() -> None:
         "draft_enforce_eager": None,
         "num_draft_tokens": None,
         "window_radius": 8,
-        "transfer": "point_mass",
+        "transfer": "exact",
+        "extendable": "online",
+        "longest_run": 3,
         "allow_lossy": False,
         "draft_top_k": 64,
         "draft_temperature": None,
@@ -110,6 +112,7 @@ def test_unknown_key_need_not_be_a_string() -> None:
         ("num_draft_tokens", True, "int or null"),
         ("window_radius", 8.0, "int"),
         ("window_radius", None, "int"),
+        ("longest_run", 2.0, "int"),
         ("allow_lossy", None, "bool"),
         ("draft_top_k", "64", "int"),
         ("draft_temperature", "0.7", "float or null or int"),
@@ -124,7 +127,7 @@ def test_wrong_type_says_found_and_required(name: str, value: Any, required: str
     assert message.endswith(f"it must be {required}.")
 
 
-@pytest.mark.parametrize("name", ["draft_dtype", "transfer", "engine"])
+@pytest.mark.parametrize("name", ["draft_dtype", "transfer", "extendable", "engine"])
 @pytest.mark.parametrize("value", ["nonsense", None, 1, ["vllm"], ""])
 def test_wrong_choice_lists_the_choices(name: str, value: Any) -> None:
     message = refusal(**{name: value})
@@ -151,6 +154,7 @@ def test_wrong_choice_lists_the_choices(name: str, value: Any) -> None:
         ),
         ("window_radius", 0, 1, "at least 1"),
         ("draft_top_k", 0, 1, "at least 1"),
+        ("longest_run", -1, 0, "at least 0"),
         ("draft_temperature", -0.01, 0, "at least 0"),
         ("draft_temperature", float("nan"), 1.5, "at least 0"),
         ("draft_temperature", float("inf"), 1.5, "at least 0"),
@@ -225,7 +229,9 @@ OPTIONS = st.fixed_dictionaries(
         "draft_enforce_eager": st.none() | st.booleans(),
         "num_draft_tokens": st.none() | st.integers(1, MAX_SPECULATIVE_TOKENS),
         "window_radius": whole,
-        "transfer": st.just("point_mass"),
+        "transfer": st.sampled_from([mode for mode in typing.get_args(TransferMode) if mode != "paper"]),
+        "extendable": st.sampled_from(typing.get_args(ExtendableMode)),
+        "longest_run": st.integers(0, 100),
         "allow_lossy": st.booleans(),
         "draft_top_k": whole,
         "draft_temperature": st.none() | st.floats(0, 100),
