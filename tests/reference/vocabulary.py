@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from vllm_tokentiming.vocabulary import SpecialTokenMap, Vocabulary
 
@@ -55,7 +56,7 @@ def byte_level(
 def sentencepiece(
     *, vocab_size: int = 900, dummy_prefix: bool = True, byte_fallback: bool = True, unigram: bool = False
 ) -> Any:
-    """A Llama-2-like tokenizer: ▁ for spaces, <0xNN> fallback, BOS before every text, added tokens of newlines and ▁."""
+    """A Llama-2-like tokenizer: ▁ for spaces, <0xNN> fallback, BOS, added tokens of newlines and ▁."""
     specials = ["<unk>", "<s>", "</s>"]
     byte_pieces = [f"<0x{byte:02X}>" for byte in range(256)]
     base = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
@@ -92,6 +93,33 @@ def word_piece() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+TINY = {
+    "byte_level": byte_level,
+    "no_pattern": lambda: byte_level(pattern=None, vocab_size=500),
+    "few_bytes": lambda: byte_level(alphabet=False, nfc=True, add_prefix_space=True),
+    "sentencepiece": sentencepiece,
+    "unigram": lambda: sentencepiece(unigram=True, dummy_prefix=False),
+}
+REAL = ["llama2", "llama3", "gemma3", "qwen3", "gpt4o", "gptoss", "deepseek_v3", "claude"]
+
+
+@functools.cache
+def tiny(name):
+    tokenizer = TINY[name]()
+    return Vocabulary.from_tokenizer(tokenizer, model_vocab_size=len(tokenizer) + 3, name=name)
+
+
+@functools.cache
+def real(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return Vocabulary.from_tokenizer(tokenizer, model_vocab_size=len(tokenizer) + 3, name=folder.name)
+
+
+@functools.cache
+def paired(target, draft):
+    return SpecialTokenMap.build(target, draft, ())
 
 
 def held_back(data: bytes) -> int:
@@ -133,3 +161,34 @@ def context_from_scratch(
             ids += draft.encoder.reference(draft.first_text(segment) if first else segment)
             first = False
     return ids, held
+
+
+TEXT_PARTS = [
+    *CORPUS[:8],
+    "你好世界，这是一个很长的句子没有空格但是有标点。",
+    "天地玄黄宇宙洪荒日月盈昃辰宿列张",
+    "สวัสดีครับผมชื่อสมชายยินดีที่ได้รู้จัก",
+    "مرحبا بكم في العالم العربي",
+    "안녕하세요만나서반갑습니다 감사합니다",
+    "e\u0301a\u0308 \u1100\u1161\u11a8 Z\u0351\u0343\u036b",
+    "👩‍👩‍👧‍👦👍🏽🇩🇪",
+    "\x00\x01\x07\x1b[31m\x7f\x85\u200b\u00ad\ufeff",
+    " " * 40,
+    "\n" * 9 + " " * 13 + "\t" * 5,
+    "\r\n\r\n \r\n",
+    "\u00a0 \u3000 \u2028 \u00a0\u00a0",
+    "3.14159265358979323846264338327950288419716939937510",
+    "1234567890" * 12,
+    "SGVsbG8gV29ybGQhIFRoaXMgaXMgYmFzZTY0IGRhdGEgd2l0aG91dCBzcGFjZXM=",
+    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
+    "<|im_end|></s><s><bos><|endoftext|><think></think><end_of_turn><unk><0x0A>[PAD]",
+    "▁▁ ▁a▁b ▁",
+    "I'm can't o'clock it's 'tis we'LL ''s",
+    '{"a":[1,2,{"b":null}],"k":"v"}',
+    "foo.bar(baz)[0]->qux::quux/*comment*/#include<stdio.h>",
+    "https://example.org/a/b?c=d&e=f#g_h-i~j",
+    "� already replaced �",
+    "ﬁ ½ ² Å K İ ß ſ",
+    "!!!\n\n???\n...\n\n  x;\n};\n",
+]
+"""Kinds of text that tokenizers trip over; tests join and cut them."""

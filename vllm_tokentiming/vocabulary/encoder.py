@@ -11,6 +11,7 @@ come from a cache.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import re
@@ -67,9 +68,11 @@ class ExactEncoder:
             part["type"] != "ByteLevel" or part.get("use_regex", True)
             for part in components(source.spec.get("pre_tokenizer"))
         )
-        self.seams: Seams = find_seams(
-            table.flat_bytes, table.byte_offsets, encode=self._plain, pre_tokenized=pre_tokenized
-        )
+        seams = find_seams(table.flat_bytes, table.byte_offsets, encode=self._plain, pre_tokenized=pre_tokenized)
+        if source.spec["model"]["type"] == "Unigram":
+            # It takes text such as "<0x0A>" for the piece of that name; mending that must see the literal whole.
+            seams = dataclasses.replace(seams, fine=None)
+        self.seams: Seams = seams
         if self.seams.coarse is None:
             _log.warning("the tokenizer of %s joins words across spaces; text is encoded in longer stretches", name)
 
@@ -99,7 +102,9 @@ class ExactEncoder:
         ids: list[int] = []
         known = self._known
         covered = 0
-        for piece in self.seams.split(data):
+        pieces = self.seams.split(data)
+        self._learn(pieces)
+        for piece in pieces:
             hit = known.get(piece)
             if hit is None:
                 hit, unwritable = self._encode_piece(piece)
@@ -121,7 +126,9 @@ class ExactEncoder:
         known = self._known
         last: Ids = ()
         piece = b""
-        for piece in self.seams.split(data):
+        pieces = self.seams.split(data)
+        self._learn(pieces)
+        for piece in pieces:
             last = known.get(piece) or self._piece(piece)
             ids += last
         return OpenEncoding(ids, len(data) - len(piece), len(last))
@@ -130,6 +137,29 @@ class ExactEncoder:
         """Encode without seams or cache, leaving out bytes that the vocabulary cannot write. For tests and checks."""
         plain = self._checked(data)
         return list(self._mend(data)[0]) if plain is None else plain
+
+    def _learn(self, pieces: list[bytes]) -> None:
+        """Encode the unknown ones of several pieces in one call, whose cost is mostly that of the call."""
+        known = self._known
+        unknown = [index for index, piece in enumerate(pieces) if piece not in known]
+        if len(unknown) < 2:
+            return
+        new = pieces[unknown[0] : unknown[-1] + 1]
+        ids = self._checked(b"".join(new))
+        if ids is None:
+            return
+        spelled = self._bytes
+        low = high = 0
+        for piece in new:
+            missing = len(piece)
+            while missing > 0:
+                missing -= len(spelled[ids[high]])
+                high += 1
+            if missing < 0:
+                return  # not a seam after all; the pieces are encoded one by one
+            if len(piece) <= _CACHED_PIECE_BYTES:
+                _remember(known, piece, tuple(ids[low:high]))
+            low = high
 
     def _piece(self, piece: bytes) -> Ids:
         return self._known.get(piece) or self._encode_piece(piece)[0]
@@ -170,17 +200,16 @@ class ExactEncoder:
         unwritable, offset = -1, 0
         for stretch in _BAD_OR_GOOD.findall(data.decode(errors="surrogateescape")):
             invalid = "\udc80" <= stretch[0] <= "\udcff"
-            for part in (stretch,) if invalid else self._trusted_parts(stretch):
+            # Single bytes or characters where it does not check out; a character is written whole or not at all.
+            for part in stretch if invalid else self._trusted_parts(stretch):
                 raw = part.encode(errors="surrogateescape")
                 checked = None if invalid else self._checked(raw)
                 if checked is None:
-                    checked = []
-                    for position, byte in enumerate(raw, start=offset):
-                        single = self._byte_ids[byte]
-                        if single is not None:
-                            checked.append(single)
-                        elif unwritable < 0:
-                            unwritable = position
+                    singles = [self._byte_ids[byte] for byte in raw]
+                    checked = [single for single in singles if single is not None]
+                    if len(checked) < len(raw):
+                        checked = []
+                        unwritable = offset if unwritable < 0 else unwritable
                 ids += checked
                 offset += len(raw)
         return tuple(ids), unwritable
