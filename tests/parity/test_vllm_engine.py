@@ -303,8 +303,12 @@ def test_a_broken_row_is_silent_alone_and_its_blocks_are_safe_to_use_again(engin
             harness.check_greedy(model, context, _draft(engine, f"after {i}", context, 2).ids_in_draft_vocab)
         shares_prefix = good[:150]
         harness.check_greedy(model, shares_prefix, _draft(engine, "prefix", shares_prefix, 2).ids_in_draft_vocab)
+        long = [*good[:10], bad, *_text(250, 18)]  # its first block is offered to others, and broken
+        assert _draft(engine, "long", long).reason is Silence.NOT_FINITE
     finally:
         weight.data[bad] = saved
+    for request_id in ("long", "somebody else"):
+        harness.check_greedy(model, long, _draft(engine, request_id, long).ids_in_draft_vocab)
 
 
 def test_with_little_memory_idle_requests_give_way_and_busy_ones_are_silent(folder: Path, model: Any) -> None:

@@ -239,8 +239,7 @@ class VllmDraftEngine:
                 self._forward.warm_up()
         # A short real cycle touches every kernel once, so that the first request does not pay for it.
         warm = DraftRequest(request_id="warm-up", context_ids=[0, 0], num_steps=2)
-        with contextlib.suppress(DraftEngineError):
-            self.draft([warm])
+        self.draft([warm])
         self._blocks.forget(warm.request_id)
         self.release(warm.request_id)
 

@@ -61,6 +61,10 @@ class DraftForward:
         self._slots = _buffer(max_tokens, dtype=torch.int64, device=device)
         self._query_start = _buffer(max_requests + 1, dtype=torch.int32, device=device)
         self._seq_lens = _buffer(max_requests, dtype=torch.int32, device=device)
+        # What backends plan with on the host. Not the staging side of the buffer, which a copy may still read.
+        on_cpu = device.type == "cpu"
+        self._host_seq_lens = self._seq_lens.cpu if on_cpu else torch.zeros(max_requests, dtype=torch.int32)
+        self._copied = None if on_cpu else torch.Event(device)
         self._block_table = _buffer(max_requests, self._width, dtype=torch.int32, device=device)
         self._one_each = torch.arange(max_requests + 1, dtype=torch.int32)
         self._one_each_on_device = self._one_each.to(device)
@@ -71,6 +75,7 @@ class DraftForward:
         self, *, ids: Sequence[Sequence[int]], starts: Sequence[int], block_ids: Sequence[Sequence[int]]
     ) -> torch.Tensor:
         """Append ``ids[i]`` at position ``starts[i]`` of row i; return the logits after its last token, [B, V]."""
+        self._await_copies()
         lengths = np.fromiter((len(row) for row in ids), dtype=np.int64, count=len(ids))
         first = np.asarray(starts, dtype=np.int64)
         rows, tokens = len(ids), int(lengths.sum())
@@ -101,6 +106,7 @@ class DraftForward:
     @torch.inference_mode()
     def begin_decode(self, *, lengths: Sequence[int], block_ids: Sequence[Sequence[int]]) -> None:
         """Prepare rows whose caches hold ``lengths`` tokens for :meth:`decode_step`."""
+        self._await_copies()
         rows = len(lengths)
         self._fill_block_table(block_ids)
         self._seq_lens.np[:rows] = lengths
@@ -116,6 +122,8 @@ class DraftForward:
         self._input_ids.gpu[:rows].copy_(ids)
         positions.add_(1)
         self._seq_lens.gpu[:rows].add_(1)
+        if self._copied is not None:
+            self._host_seq_lens[:rows].add_(1)
         self._longest += 1
         block = torch.div(positions, self._cache.block_size, rounding_mode="floor")
         torch.add(
@@ -163,7 +171,7 @@ class DraftForward:
             slot_mapping=slots,
             causal=True,
             positions=positions,
-            seq_lens_cpu_upper_bound=self._seq_lens.cpu[:rows],
+            seq_lens_cpu_upper_bound=self._host_seq_lens[:rows],
         )
         # Without slot_mapping in the context nothing is written to the cache, silently.
         with set_forward_context(
@@ -184,10 +192,17 @@ class DraftForward:
             self._block_table.np[row, : len(blocks)] = blocks
 
     def _to_device(self, *, tokens: int, rows: int) -> None:
-        if self._device.type == "cpu":
+        if self._copied is None:
             return
+        self._host_seq_lens[:rows].copy_(self._seq_lens.cpu[:rows])
         for buffer in (self._input_ids, self._positions, self._slots):
             buffer.copy_to_gpu(tokens)
         for buffer in (self._seq_lens, self._block_table):
             buffer.copy_to_gpu(rows)
         self._query_start.copy_to_gpu(rows + 1)
+        self._copied.record()
+
+    def _await_copies(self) -> None:
+        # The copies are asynchronous: what they read must not be overwritten before they are done.
+        if self._copied is not None:
+            self._copied.synchronize()
