@@ -205,6 +205,15 @@ def test_each_chunk_is_encoded_once():
     assert len(encode.asked) == len(set(encode.asked))
 
 
+def test_warm_up_of_some_leaves_the_rest_for_later():
+    encode = CountingEncoder()
+    transfer = build(encode=encode)
+    transfer.warm_up(singles=2)
+    assert encode.asked == [((), 0), ((), 1)]
+    assert rows(transfer, [2], laws({2: 1.0})) == [(2, {2: 1.0})]
+    assert encode.asked[2:] == [((), 2)]
+
+
 def test_warm_up_is_idempotent():
     encode = CountingEncoder()
     transfer = build(encode=encode)

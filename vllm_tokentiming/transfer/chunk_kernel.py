@@ -36,17 +36,18 @@ EMPTY = -1
 def _compiled(function: Kernel) -> Kernel:
     """Compile on first use and keep the machine code on disk, where some folder can be written.
 
-    Everything that a kernel calls stands in this file: numba's cache notices changes of this file only.
+    Everything that a kernel calls stands in this file: numba's cache notices changes of this file only. The GIL is kept:
+    it guards the caller's scratch, and a call takes microseconds.
     """
     try:
-        kernel: Kernel = numba.njit(cache=True, nogil=True)(function)
+        kernel: Kernel = numba.njit(cache=True)(function)
     except RuntimeError as error:
         logger.warning(
             "The transfer kernel is compiled at every start, which takes some seconds: %s. "
             "Set NUMBA_CACHE_DIR to a folder that can be written.",
             error,
         )
-        kernel = numba.njit(nogil=True)(function)
+        kernel = numba.njit(function)
     return kernel
 
 

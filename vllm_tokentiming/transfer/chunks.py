@@ -66,7 +66,7 @@ class ChunkTable:
         target_vocab_size: int,
         encode: ChunkEncoder,
         certify: LinkCertifier = every_link,
-        max_run_chunks: int = 1 << 16,
+        max_run_chunks: int = 1 << 18,
     ) -> None:
         if min(draft_vocab_size, target_vocab_size, max_run_chunks) < 1:
             raise ConfigError(
@@ -133,9 +133,9 @@ class ChunkTable:
         if self._num_run_chunks >= self._max_run_chunks or len(self._run_numbers) > self._max_run_chunks:
             self._keep_singles_only()
 
-    def add_singles(self) -> None:
-        """Fill the table of single-token chunks for the whole draft vocabulary (at start-up)."""
-        missing = np.flatnonzero(self.entry_of_single < 0).tolist()
+    def add_singles(self, limit: int | None = None) -> None:
+        """Fill the table of single-token chunks (at start-up): of the first ``limit`` draft tokens, or of all."""
+        missing = np.flatnonzero(self.entry_of_single[:limit] < 0).tolist()
         if missing:
             self.add((), missing)
 

@@ -87,9 +87,14 @@ class ChunkTransfer:
         self._slot_of: npt.NDArray[np.int32] = np.full(table.target_vocab_size, -1, dtype=np.int32)
         self._allocate(max_tokens=8, top_k=64)
 
-    def warm_up(self) -> None:
-        """Compile, and encode every single-token chunk: what a first cycle would otherwise wait for."""
-        self.table.add_singles()
+    def warm_up(self, *, singles: int | None = None) -> None:
+        """Compile and encode single-token chunks: what first cycles would otherwise wait for.
+
+        Args:
+            singles: how many draft tokens to encode, in the order of their ids, which is about that of their frequency;
+                None for all. The others are encoded when a law first names them.
+        """
+        self.table.add_singles(singles)
         nothing = Extendable.nothing(self.table.draft_vocab_size)
         no_law = np.empty((0, 1))
         self.exact_rows(
