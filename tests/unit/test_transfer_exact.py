@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_tokentiming.errors import ConfigError, VocabularyError
+from vllm_tokentiming.transfer import chunk_kernel as kernel
 from vllm_tokentiming.transfer.chunks import ChunkTable
 from vllm_tokentiming.transfer.exact import ChunkTransfer
 from vllm_tokentiming.transfer.extendable import Extendable
@@ -285,6 +286,38 @@ def test_refuses_options_that_cannot_work():
         build(ends=[99])
     with pytest.raises(ConfigError, match="at least 1"):
         ChunkTable(draft_vocab_size=0, target_vocab_size=1, encode=CountingEncoder())
+
+
+def test_hash_table_spreads_real_keys():
+    """Runs times vocabulary size plus frequent tokens: probes stay short."""
+    rng = np.random.default_rng(0)
+    draft_size, keys = 49152, np.empty(0, dtype=np.int64)
+    for run in range(1, 1500):
+        keys = np.concatenate([keys, run * draft_size + rng.zipf(1.3, 64) % draft_size])
+    keys = np.unique(keys)
+    slots = kernel.key_slots(len(keys))
+    table, values = np.full(slots, -1, dtype=np.int64), np.full(slots, -1, dtype=np.int32)
+    for value, key in enumerate(keys):
+        kernel.insert(table, values, key, value)
+    assert all(kernel.find(table, values, key) == value for value, key in enumerate(keys))
+    assert kernel.find(table, values, 0) == -1
+    wanted = np.array([kernel._first_slot(key, slots - 1) for key in keys])
+    at = np.empty(len(keys), dtype=np.int64)
+    at[values[values >= 0]] = np.flatnonzero(values >= 0)
+    assert ((at - wanted) % slots).mean() < 2.0
+
+
+def test_compiles_without_a_folder_for_the_cache(monkeypatch, caplog):
+    njit = kernel.numba.njit
+
+    def no_folder(*args, **options):
+        if options.get("cache"):
+            raise RuntimeError("no locator available")
+        return njit(*args, **options)
+
+    monkeypatch.setattr(kernel.numba, "njit", no_folder)
+    assert kernel._compiled(kernel.pending_after)(2, 1 << kernel.CONTINUATION_SHIFT) == 1
+    assert "NUMBA_CACHE_DIR" in caplog.text
 
 
 @settings(max_examples=100, deadline=None)

@@ -36,8 +36,8 @@ EMPTY = -1
 def _compiled(function: Kernel) -> Kernel:
     """Compile on first use and keep the machine code on disk, where some folder can be written.
 
-    Everything that a kernel calls stands in this file: numba's cache notices changes of this file only. The GIL is kept:
-    it guards the caller's scratch, and a call takes microseconds.
+    Everything that a kernel calls stands in this file: numba's cache notices changes of this file only. The GIL is
+    kept: it guards the caller's scratch, and a call takes microseconds.
     """
     try:
         kernel: Kernel = numba.njit(cache=True)(function)
@@ -66,10 +66,17 @@ def key_slots(num_keys: int) -> int:
 
 
 @_compiled
+def _first_slot(key: int, mask: int) -> int:
+    # Fibonacci hashing on 30 bits: keys are run · vocabulary size + token, whose low bits repeat, and the product stays
+    # within int64 (uncompiled, numpy would warn of an overflow).
+    return (((key ^ (key >> 30)) & 0x3FFFFFFF) * 0x9E3779B1 >> 24) & mask
+
+
+@_compiled
 def insert(keys: npt.NDArray[np.int64], values: npt.NDArray[np.int32], key: int, value: int) -> None:
     """Put a key into an open-addressing table of a power of two slots that has room."""
     mask = len(keys) - 1
-    slot = (key ^ (key >> 16)) & mask
+    slot = _first_slot(key, mask)
     while keys[slot] != EMPTY and keys[slot] != key:
         slot = (slot + 1) & mask
     keys[slot] = key
@@ -80,7 +87,7 @@ def insert(keys: npt.NDArray[np.int64], values: npt.NDArray[np.int32], key: int,
 def find(keys: npt.NDArray[np.int64], values: npt.NDArray[np.int32], key: int) -> int:
     """The value of a key, or -1."""
     mask = len(keys) - 1
-    slot = (key ^ (key >> 16)) & mask
+    slot = _first_slot(key, mask)
     while keys[slot] != EMPTY:
         if keys[slot] == key:
             return int(values[slot])
