@@ -21,8 +21,7 @@ from vllm_tokentiming.errors import ConfigError
 from vllm_tokentiming.transfer.chunk_kernel import CONTINUATION_SHIFT, IN_E, PENDING_SHIFT, pending_after
 
 DEFAULT_THRESHOLD: Final = 0.3
-"""Extendable from this share of ends that are no target boundary (measured on code and prose, see
-docs/losslessness.md)."""
+"""Extendable above this share of ends that are no target boundary. Below a half: a wrong cut costs all that follows."""
 
 PRIOR_STRENGTH: Final = 1.0
 """How many observations the vocabularies' own guess is worth: text corrects it at once (docs/losslessness.md)."""
