@@ -49,7 +49,7 @@ def byte_level(
         ),
     )
     tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    tokenizer.add_tokens([AddedToken("<think>", normalized=False)])
+    tokenizer.add_tokens([AddedToken("<think>", normalized=False), AddedToken("<s>", normalized=False)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from reference.vocabulary import byte_level, sentencepiece
+from tokenizers import processors
 
 from vllm_tokentiming.errors import ConfigError
 from vllm_tokentiming.vocabulary import SpecialTokenMap, Vocabulary
@@ -30,6 +31,13 @@ def test_equal_literals_are_paired(byte_vocabulary):
     assert special.shown == {}
 
 
+def test_a_literal_that_is_text_on_one_side_is_not_paired(byte_vocabulary, piece_vocabulary):
+    text, special = _ids(byte_vocabulary)["<s>"], _ids(piece_vocabulary)["<s>"]
+    assert byte_vocabulary.token_bytes[text] == b"<s>"
+    assert special not in SpecialTokenMap.build(byte_vocabulary, piece_vocabulary, ()).draft_to_target
+    assert text not in SpecialTokenMap.build(piece_vocabulary, byte_vocabulary, ()).draft_to_target
+
+
 def test_ends_are_paired_by_role(byte_vocabulary, piece_vocabulary):
     target, draft = _ids(byte_vocabulary), _ids(piece_vocabulary)
     special = SpecialTokenMap.build(byte_vocabulary, piece_vocabulary, ())
@@ -47,6 +55,22 @@ def test_a_beginning_is_never_shown_or_proposed(byte_vocabulary, piece_vocabular
     same = SpecialTokenMap.build(piece_vocabulary, piece_vocabulary, ())
     assert begin not in same.target_to_draft
     assert begin not in same.draft_to_target
+
+
+def test_a_beginning_is_shown_to_a_draft_that_knows_it_but_puts_none(piece_vocabulary):
+    tokenizer = sentencepiece()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    draft = Vocabulary.from_tokenizer(tokenizer, model_vocab_size=1200, name="without")
+    assert draft.bos_id is None
+    begin = _ids(piece_vocabulary)["<s>"]
+    assert SpecialTokenMap.build(piece_vocabulary, draft, ()).target_to_draft[begin] == begin
+
+
+def test_a_configured_second_beginning_is_ignored(piece_vocabulary):
+    begin = _ids(piece_vocabulary)["<s>"]
+    special = SpecialTokenMap.build(piece_vocabulary, piece_vocabulary, (("<s>", "<s>"),))
+    assert begin not in special.target_to_draft
+    assert begin not in special.draft_to_target
 
 
 def test_configured_pairs_win(byte_vocabulary, piece_vocabulary):

@@ -28,7 +28,7 @@ class SpecialTokenMap:
 
     @classmethod
     def build(cls, target: Vocabulary, draft: Vocabulary, pairs: Sequence[tuple[str, str]]) -> Self:
-        """Pair by equal literal, then ends by their role, then as configured; the later wins.
+        """Pair special tokens by equal literal, further ends by their role, and as configured, which overrides both.
 
         Args:
             target: vocabulary of the target.
@@ -39,8 +39,8 @@ class SpecialTokenMap:
             ConfigError: a configured literal is not an added token of its vocabulary.
         """
         target_ids, draft_ids = _ids_by_literal(target), _ids_by_literal(draft)
-        target_to_draft = _equal_literals(target, draft_ids)
-        draft_to_target = _equal_literals(draft, target_ids)
+        target_to_draft = _equal_literals(target, draft)
+        draft_to_target = {draft_id: target_id for target_id, draft_id in target_to_draft.items()}
         for end in _ends(draft):
             counterpart = _end_counterpart(draft, end, target)
             if counterpart is not None:
@@ -49,20 +49,22 @@ class SpecialTokenMap:
             counterpart = _end_counterpart(target, end, draft)
             if counterpart is not None:
                 target_to_draft.setdefault(end, counterpart)
+        beginnings = {
+            token for token in target.special_ids if target.literals.get(token) in BEGINNINGS
+        } - target.end_ids
+        if target.bos_id is not None and target.bos_id not in target.end_ids:
+            beginnings.add(target.bos_id)
+        begin = draft.bos_id
+        if begin is not None and begin not in draft.end_ids:
+            # The draft's context begins with this already; a second is neither shown to it nor proposed.
+            target_to_draft = {t: d for t, d in target_to_draft.items() if d != begin and t not in beginnings}
+            draft_to_target.pop(begin, None)
         for target_literal, draft_literal in pairs:
             target_id = _configured(target_ids, target_literal, target.name)
             draft_id = _configured(draft_ids, draft_literal, draft.name)
-            target_to_draft[target_id] = draft_id
-            draft_to_target[draft_id] = target_id
-        beginnings = {token for token in target.special_ids if target.literals.get(token) in BEGINNINGS}
-        if target.bos_id is not None:
-            beginnings.add(target.bos_id)
-        # The draft has its own beginning, once, if it is used to one; a second is never shown, nor proposed.
-        if draft.bos_id is not None:
-            target_to_draft = {t: d for t, d in target_to_draft.items() if d != draft.bos_id}
-            draft_to_target.pop(draft.bos_id, None)
-        for token in beginnings - target.end_ids:
-            target_to_draft.pop(token, None)
+            if draft_id != begin or begin in draft.end_ids:
+                target_to_draft[target_id] = draft_id
+                draft_to_target[draft_id] = target_id
         shown = {
             token: b"" if token in beginnings else target.literals.get(token, "").encode(errors="replace")
             for token in target.special_ids
@@ -79,11 +81,13 @@ def _ids_by_literal(vocabulary: Vocabulary) -> dict[str, int]:
     return {literal: token for token, literal in vocabulary.literals.items() if token < vocabulary.model_vocab_size}
 
 
-def _equal_literals(vocabulary: Vocabulary, others: dict[str, int]) -> dict[int, int]:
+def _equal_literals(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
+    """Special on both sides only: ``</s>`` ends a text of Llama 2, but for Gemma it is a tag of HTML."""
+    draft_ids = {literal: token for literal, token in _ids_by_literal(draft).items() if token in draft.special_ids}
     return {
-        token: others[literal]
-        for token in sorted(vocabulary.special_ids)
-        if token < vocabulary.model_vocab_size and (literal := vocabulary.literals.get(token)) in others
+        token: draft_ids[literal]
+        for literal, token in _ids_by_literal(target).items()
+        if token in target.special_ids and literal in draft_ids
     }
 
 
