@@ -27,7 +27,7 @@ def speed_ups(document: dict[str, Any], *, baseline: str) -> dict[tuple[float, s
 
 
 def acceptance(document: dict[str, Any]) -> dict[tuple[float, str], dict[str, Any]]:
-    """vLLM's counters by (temperature, system): share of draft tokens accepted, mean tokens per verify pass, and by position."""
+    """Counters by (temperature, system): share of draft tokens accepted, tokens per verify pass, by position."""
     sums: dict[tuple[float, str], dict[str, Any]] = defaultdict(dict)
     for record in document["records"]:
         total = sums[record["temperature"], record["system"]]
@@ -80,7 +80,9 @@ def print_tables(document: dict[str, Any], *, baseline: str = BASELINE) -> None:
     print("|---|---|---|---|---|")
     for (temperature, system), row in sorted(acceptance(document).items()):
         positions = " ".join(f"{value:.2f}" for value in row["by position"])
-        print(f"| {temperature} | {system} | {row['accepted share']:.3f} | {row['accepted length']:.2f} | {positions} |")
+        print(
+            f"| {temperature} | {system} | {row['accepted share']:.3f} | {row['accepted length']:.2f} | {positions} |"
+        )
     for system, (equal, total) in outputs_equal(document, baseline=baseline).items():
         print(f"\n{system}: {equal} of {total} outputs at T=0 equal {baseline}'s token for token")
 

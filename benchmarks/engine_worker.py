@@ -1,6 +1,7 @@
 """One system in a process of its own: builds ``vllm.LLM`` once, then answers one JSON line per measurement.
 
-The parent (``benchmarks.run``) keeps one of these for each system and asks them in turn, so that drift of the machine hits all alike.
+The parent (``benchmarks.run``) keeps one of these for each system and asks them in turn, so that drift of the machine
+hits all alike.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ COUNTERS = {
 
 
 def speculation_counters(llm: Any) -> dict[str, Any]:
-    """vLLM's own speculative counters, summed up to now."""
+    """VLLM's own speculative counters, summed up to now."""
     values: dict[str, Any] = {}
     for metric in llm.get_metrics():
         if metric.name in COUNTERS:
@@ -80,7 +81,9 @@ def main() -> None:
 def _prompt_ids(tokenizer: Any, text: str) -> list[int]:
     if getattr(tokenizer, "chat_template", None) is None:
         return list(tokenizer.encode(text))
-    rendered = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+    )
     return list(tokenizer.encode(rendered, add_special_tokens=False))
 
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Spec-Bench's eight MT-Bench categories are ten questions each; coding and writing are the two that speculative decoding papers quote.
+# Spec-Bench's eight MT-Bench categories are ten questions each; coding and writing are the two that speculative
+# decoding papers quote.
 TASKS: Mapping[str, frozenset[str]] = {
     "summarization": frozenset({"summarization"}),
     "translation": frozenset({"translation"}),

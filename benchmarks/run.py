@@ -1,9 +1,11 @@
 """End-to-end speed: the same prompts through several systems, interleaved, with vLLM's own acceptance counts.
 
-    python -m benchmarks.run --target DIR --draft DIR --prompts spec_bench.jsonl --systems none ours tli --output FILE.json
+    python -m benchmarks.run --target DIR --draft DIR --prompts spec_bench.jsonl --systems none ours tli --output
+    FILE.json
 
-Every system gets every prompt, in turn and in an order that rotates, so that drift of the machine hits all alike. Idle systems hold
-memory but no core. The JSON keeps one record per prompt, system and temperature, and where it was measured.
+Every system gets every prompt, in turn and in an order that rotates, so that drift of the machine hits all alike. Idle
+systems hold memory but no core. The JSON keeps one record per prompt, system and temperature, and where it was
+measured.
 """
 
 from __future__ import annotations
@@ -127,12 +129,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             print(f"{system.name}: ready after {engines[-1].start_seconds:.0f} s", flush=True)
         for engine in engines:
             # Long enough that every kernel shape of the run has been seen.
-            engine.measure([prompts[0].text] * arguments.batch, _sampling(arguments, arguments.temperatures[0], 32))
+            engine.measure([prompts[0].text] * arguments.batch, _sampling(arguments.temperatures[0], 32))
         for turn, batch in enumerate(batches(prompts, arguments.batch)):
             for temperature in arguments.temperatures:
                 for place in range(len(engines)):
                     engine = engines[(turn + place) % len(engines)]
-                    sampling = _sampling(arguments, temperature, arguments.max_tokens)
+                    sampling = _sampling(temperature, arguments.max_tokens)
                     answer = engine.measure([prompt.text for prompt in batch], sampling)
                     records.append(
                         {
@@ -157,7 +159,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _sampling(arguments: argparse.Namespace, temperature: float, max_tokens: int) -> dict[str, Any]:
+def _sampling(temperature: float, max_tokens: int) -> dict[str, Any]:
     # All systems generate the same number of tokens, so that seconds compare.
     return {"temperature": temperature, "max_tokens": max_tokens, "ignore_eos": True}
 

@@ -29,8 +29,8 @@ def parse_system(text: str, *, draft: str | None, num_speculative_tokens: int) -
     """Build a system from the command line.
 
     Args:
-        text: ``none``; ``ours`` or ``ours:{JSON options}``; ``tli`` (vLLM's ``draft_model`` with ``use_heterogeneous_vocab``);
-            ``ngram``; ``suffix``; or ``NAME={JSON}``, any ``--speculative-config``.
+        text: ``none``; ``ours`` or ``ours:{JSON options}``; ``tli`` (vLLM's ``draft_model`` with
+            ``use_heterogeneous_vocab``); ``ngram``; ``suffix``; or ``NAME={JSON}``, any ``--speculative-config``.
         draft: the draft model of ``ours`` and ``tli``.
         num_speculative_tokens: K, where the system has one.
 

@@ -63,7 +63,8 @@ class TokenTimingConfig:
     )
     extendable: ExtendableMode = _option(
         "online",
-        "transfer=exact: draft tokens that the target may go on with, as the vocabularies suggest and committed text shows "
+        "transfer=exact: draft tokens that the target may go on with, as the vocabularies suggest and committed text "
+        "shows "
         "(online), as the vocabularies suggest (table), or none (off)",
     )
     longest_run: int = _option(3, "transfer=exact: draft tokens before the last one of a chunk, at most")
@@ -173,7 +174,8 @@ def check_num_speculative_tokens(value: Any) -> int:
     """
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_SPECULATIVE_TOKENS:
         raise ConfigError(
-            f"num_speculative_tokens is {value!r}; it must be a whole number from 1 to {MAX_SPECULATIVE_TOKENS}. 3 to 8 suit most "
+            f"num_speculative_tokens is {value!r}; it must be a whole number from 1 to {MAX_SPECULATIVE_TOKENS}. 3 "
+            f"to 8 suit most "
             'pairs: "num_speculative_tokens": 5.'
         )
     return value

@@ -1,8 +1,9 @@
 """What the plugin counts: requests left without a proposal and why, proposals, and the time of each stage.
 
-The counters are ``prometheus_client`` ones in the worker's process. vLLM's own speculative metrics (drafts, draft tokens, accepted
-tokens, per position) need nothing from here. The worker is another process than the API server, so ours appear on ``/metrics`` when
-``PROMETHEUS_MULTIPROC_DIR`` is set, and in the log every ``LOG_INTERVAL`` seconds in any case.
+The counters are ``prometheus_client`` ones in the worker's process. vLLM's own speculative metrics (drafts, draft
+tokens, accepted tokens, per position) need nothing from here. The worker is another process than the API server, so
+ours appear on ``/metrics`` when ``PROMETHEUS_MULTIPROC_DIR`` is set, and in the log every ``LOG_INTERVAL`` seconds in
+any case.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import time
 from collections import Counter as Tally
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter
 from prometheus_client import REGISTRY as DEFAULT_REGISTRY
+from prometheus_client import CollectorRegistry, Counter
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,10 @@ class Metrics:
             registry, "vllm:tokentiming_proxy_tokens", "Tokens proposed, in the target's vocabulary.", []
         )
         self._rows_dropped = _counter(
-            registry, "vllm:tokentiming_rows_dropped", "Cycles whose rows did not fit the buffer: proposed as point masses.", []
+            registry,
+            "vllm:tokentiming_rows_dropped",
+            "Cycles whose rows did not fit the buffer: proposed as point masses.",
+            [],
         )
         self._seconds = _counter(registry, "vllm:tokentiming_seconds", "Time spent, by stage.", ["stage"])
         self.silences: Tally[str] = Tally()
@@ -70,7 +74,8 @@ class Metrics:
         """Log the first failure of a kind; the counters tell how many follow."""
         if kind not in self._warned:
             self._warned.add(kind)
-            logger.warning(message + " (logged once; vllm:tokentiming_silences counts them)", *arguments, exc_info=exc_info)
+            logger.warning(message, *arguments, exc_info=exc_info)
+            logger.warning("the line above is logged once; vllm:tokentiming_silences counts what follows")
 
     def end_cycle(self) -> None:
         """Publish now and then; cheap otherwise."""
@@ -83,7 +88,7 @@ class Metrics:
     def publish(self) -> None:
         """Bring the counters up to date and log what changed."""
         current: Tally[str] = Tally(self.totals)
-        current.update({f"seconds/{stage}": value for stage, value in self.seconds.items()})  # type: ignore[arg-type]
+        current.update({f"seconds/{stage}": value for stage, value in self.seconds.items()})
         change = {key: value - self._logged[key] for key, value in current.items()}
         self._logged = current
         for counter, key in (

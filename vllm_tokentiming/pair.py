@@ -1,7 +1,7 @@
 """What is known of a pair of vocabularies: proxy tokens, alignments, chunk encodings with their links, boundaries.
 
-Composes the rooms that do not know each other. Owns the chunk table and the learned set E of the pair; both grow from use and are
-bounded.
+Composes the rooms that do not know each other. Owns the chunk table and the learned set E of the pair; both grow from
+use and are bounded.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Pair:
     def last_draft_index(
         self, drafted: Sequence[Sequence[int]], proxies: Sequence[Sequence[int]]
     ) -> list[npt.NDArray[np.int32]]:
-        """For each proxy token the last draft token aligned with it, one array per request (TokenTiming, section 3.2)."""
+        """For each proxy token the last draft token aligned with it, by request (TokenTiming, section 3.2)."""
         proxy_ids, proxy_offsets = flatten(proxies)
         alignment = self.aligner.align(*flatten(drafted), proxy_ids, proxy_offsets)
         return np.split(alignment.last_draft_index, proxy_offsets[1:-1])
@@ -84,9 +84,7 @@ class ExactPair:
             encode=self._encode,
             certify=self._certify,
         )
-        self.transfer = ChunkTransfer(
-            table, end_ids_in_draft_vocab=pair.draft.end_ids, longest_run=longest_run
-        )
+        self.transfer = ChunkTransfer(table, end_ids_in_draft_vocab=pair.draft.end_ids, longest_run=longest_run)
         prior = extendable_prior(pair.draft.token_bytes, pair.target.token_bytes)
         if not extend:
             prior = np.zeros_like(prior)
@@ -109,7 +107,7 @@ class ExactPair:
     def _certify(
         self, run: tuple[int, ...], lasts: Sequence[int], encodings: Sequence[tuple[int, ...]]
     ) -> list[list[bool]]:
-        """A proxy token carries the law of the chunk's last draft token where the alignment links the two and the bytes agree.
+        """Which proxy tokens carry the law of their chunk's last draft token: the path links them and the bytes agree.
 
         Of a chunk that is one draft token, or one proxy token, the alignment can say nothing else.
         """
@@ -126,7 +124,9 @@ class ExactPair:
                 [(*run, lasts[place]) for place in doubtful], [encodings[place] for place in doubtful]
             )
             for place, last_index in zip(doubtful, aligned, strict=True):
-                links[place] = [same and index == len(run) for same, index in zip(links[place], last_index, strict=True)]
+                links[place] = [
+                    same and index == len(run) for same, index in zip(links[place], last_index, strict=True)
+                ]
         return links
 
 
@@ -142,7 +142,7 @@ class BoundaryObserver:
         self._started = False
 
     def commit(self, ids_in_target_vocab: Sequence[int]) -> None:
-        """Newly committed tokens. The draft's tokens of their text are found by encoding it afresh, a stretch at a time."""
+        """Newly committed tokens; the draft's tokens of their text come from encoding it afresh, by stretches."""
         if not self._started:
             self._started = True
             ids_in_target_vocab = ids_in_target_vocab[-_OBSERVED_PROMPT_TOKENS:]

@@ -1,7 +1,7 @@
 """One decoding cycle for a batch: committed target tokens → draft context → draft tokens → proxy tokens → rows.
 
-Owns, per request id, the draft's context, how much of it the engine has seen, and what the request learned. Nothing here raises because
-of one request: what fails is counted, and the request goes on without a proposal.
+Owns, per request id, the draft's context, how much of it the engine has seen, and what the request learned. Nothing
+here raises because of one request: what fails is counted, and the request goes on without a proposal.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class TargetRequest:
         owner: the object that stands for this life of the request; an id that comes back with another owner is a new
             request.
         ids_in_target_vocab: int32 [L], prompt and output so far. A view: valid during the call only.
-        max_proposal: most tokens to propose; 0 where the target's prefill is unfinished, which may still warm the draft.
+        max_proposal: most tokens to propose; 0 where the target's prefill is unfinished, which may still warm the
+            draft.
         temperature: the request's; 0 is greedy.
         seed: of the draft's stream for this request, or None.
         checks_values: something looks at the proposed values before the verifier does (structured output drops what its
@@ -106,11 +107,17 @@ class Pipeline:
         self._states.pop(request_id, None)
         self._engine.release(request_id)
 
-    def propose(self, requests: Sequence[TargetRequest | None]) -> list[Proposal]:
-        """Propose for each request, in order; None stands for a row that cannot be speculated on."""
+    def propose(self, requests: Sequence[TargetRequest | None], *, allow_rows: bool = True) -> list[Proposal]:
+        """Propose for each request, in order.
+
+        Args:
+            requests: None stands for a row that cannot be speculated on.
+            allow_rows: False where rows would not fit the buffer: every proposal is then a point mass. Known before
+                anything is drawn, because dropping rows by what came out would look at drawn values.
+        """
         proposals = [NOTHING] * len(requests)
         begun = time.perf_counter()
-        candidates = self._candidates(requests)
+        candidates = self._candidates(requests, allow_rows=allow_rows)
         self._metrics.spent("context", time.perf_counter() - begun)
         if not candidates:
             return proposals
@@ -126,7 +133,7 @@ class Pipeline:
                 proposals[candidate.index] = self._proposal(candidate, tokens)
         return proposals
 
-    def _candidates(self, requests: Sequence[TargetRequest | None]) -> list[_Candidate]:
+    def _candidates(self, requests: Sequence[TargetRequest | None], *, allow_rows: bool) -> list[_Candidate]:
         candidates = []
         for index, request in enumerate(requests):
             if request is None:
@@ -142,7 +149,9 @@ class Pipeline:
                 self._metrics.silent("empty_context")
                 continue
             arm = self._mode.choose(
-                state.policy, temperature=request.temperature, checks_values=request.checks_values
+                state.policy,
+                temperature=request.temperature,
+                point_mass_only=request.checks_values or not allow_rows,
             )
             candidates.append(_Candidate(index=index, request=request, state=state, arm=arm))
         if not any(candidate.request.max_proposal > 0 for candidate in candidates):

@@ -1,11 +1,11 @@
 """Entry point in ``vllm.general_plugins``: teaches vLLM the method name ``tokentiming``.
 
-vLLM calls :func:`register` in every process, more than once. It does nothing but wrap the place where ``--speculative-config`` becomes
-a ``SpeculativeConfig``: there ``{"method": "tokentiming", …}`` is rewritten to vLLM's ``custom_class`` form, and our options move to
-``additional_config["tokentiming"]``, which travels to the workers.
+vLLM calls :func:`register` in every process, more than once. It does nothing but wrap the place where
+``--speculative-config`` becomes a ``SpeculativeConfig``: there ``{"method": "tokentiming", …}`` is rewritten to vLLM's
+``custom_class`` form, and our options move to ``additional_config["tokentiming"]``, which travels to the workers.
 
-Symptom without the wrap: vLLM refuses ``"method": "tokentiming"``, because its methods are a closed list. Removal: when vLLM lets
-plugins register speculative methods.
+Symptom without the wrap: vLLM refuses ``"method": "tokentiming"``, because its methods are a closed list. Removal:
+when vLLM lets plugins register speculative methods.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ PROPOSER: Final = "vllm_tokentiming.TokenTimingProposer"
 
 
 def register() -> None:
-    """Called by vLLM. Never raises: a vLLM that does not use the method must not notice that the plugin is installed."""
+    """Called by vLLM; never raises, because who does not use the method must not notice the plugin."""
     try:
         _wrap_engine_args()
-    except Exception:  # noqa: BLE001
+    except Exception:
         logger.warning('vllm-tokentiming cannot register "method": "tokentiming" with this vLLM', exc_info=True)
     _share_vllm_log_format()
 
@@ -45,7 +45,7 @@ def _wrap_engine_args() -> None:
         speculative = _with_flags(self)
         if speculative is not None and _is_ours(speculative):
             from vllm_tokentiming.vllm_adapter.compat import require_supported_vllm
-            from vllm_tokentiming.vllm_adapter.start_up import check_draft
+            from vllm_tokentiming.vllm_adapter.draft_check import check_draft
 
             require_supported_vllm()
             self.speculative_config, options = rewrite(speculative, (self.additional_config or {}).get(OPTIONS_KEY))
@@ -75,15 +75,13 @@ def _is_ours(speculative: dict[str, Any]) -> bool:
     return speculative.get("method") == METHOD or speculative.get("model") == PROPOSER
 
 
-def rewrite(
-    speculative: dict[str, Any], additional: dict[str, Any] | None
-) -> tuple[dict[str, Any], TokenTimingConfig]:
+def rewrite(speculative: dict[str, Any], additional: dict[str, Any] | None) -> tuple[dict[str, Any], TokenTimingConfig]:
     """Turn either way in into vLLM's ``custom_class`` form.
 
     Args:
-        speculative: ``--speculative-config``. With ``"method": "tokentiming"``, ``model`` names the draft, and the other keys are
-            options of :class:`TokenTimingConfig`; their prefix ``draft_`` may be left out, as for vLLM's own methods
-            (``quantization``, ``revision``, …).
+        speculative: ``--speculative-config``. With ``"method": "tokentiming"``, ``model`` names the draft, and the
+            other keys are options of :class:`TokenTimingConfig`; their prefix ``draft_`` may be left out, as for
+            vLLM's own methods (``quantization``, ``revision``, …).
         additional: ``additional_config["tokentiming"]``.
 
     Returns:
@@ -95,7 +93,9 @@ def rewrite(
     rest = dict(speculative)
     method, model = rest.pop("method", None), rest.pop("model", None)
     if "num_speculative_tokens" not in rest:
-        raise ConfigError('num_speculative_tokens is missing. Set it in --speculative-config, e.g. "num_speculative_tokens": 5.')
+        raise ConfigError(
+            'num_speculative_tokens is missing. Set it in --speculative-config, e.g. "num_speculative_tokens": 5.'
+        )
     num_tokens = check_num_speculative_tokens(rest.pop("num_speculative_tokens"))
     options = dict(additional or {})
     if method == METHOD:
@@ -106,12 +106,14 @@ def rewrite(
             name = f"draft_{key}" if key not in known and f"draft_{key}" in known else key
             if name in options:
                 raise ConfigError(
-                    f"{name} is set twice: in --speculative-config and in --additional-config or under two names. Set it once."
+                    f"{name} is set twice: in --speculative-config and in --additional-config or under two names. "
+                    f"Set it once."
                 )
             options[name] = value
     elif rest:
         raise ConfigError(
-            f"--speculative-config has keys that custom_class does not take: {', '.join(sorted(rest))}. Put the plugin's options into "
+            f"--speculative-config has keys that custom_class does not take: {', '.join(sorted(rest))}. Put the "
+            f"plugin's options into "
             '--additional-config {"tokentiming": …}, or use "method": "tokentiming".'
         )
     config = TokenTimingConfig.from_mapping(options)

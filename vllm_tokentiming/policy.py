@@ -1,10 +1,11 @@
 """Which way to draft pays for this request now: greedy and point mass, or sampled with exact rows, and how sharply.
 
-Laws win where the target is uncertain, full re-tokenisation of a greedy draft wins where it is not, and sharpening trades between
-the two; which of them a request needs is learned from its own accepted tokens, starting from what other requests of the server saw.
+Laws win where the target is uncertain, full re-tokenisation of a greedy draft wins where it is not, and sharpening
+trades between the two; which of them a request needs is learned from its own accepted tokens, starting from what other
+requests of the server saw.
 
-Exactness: a choice is made before anything of its cycle is drawn, from accepted counts of the past alone, so it is one of the things
-that were known when the rows were chosen (docs/losslessness.md).
+Exactness: a choice is made before anything of its cycle is drawn, from accepted counts of the past alone, so it is one
+of the things that were known when the rows were chosen (docs/losslessness.md).
 
 Owns: :class:`Policy` the server's tallies, :class:`RequestPolicy` one request's.
 """
@@ -22,7 +23,8 @@ class Arm:
 
     Attributes:
         name: for metrics and tables.
-        sharpening: the draft's temperature as a multiple of the request's; 0 is the greedy draft, whose rows are point masses.
+        sharpening: the draft's temperature as a multiple of the request's; 0 is the greedy draft, whose rows are point
+            masses.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Arm:
 
     @property
     def is_greedy(self) -> bool:
+        """Whether the draft takes its likeliest token, so that rows are point masses."""
         return self.sharpening == 0.0
 
 
@@ -118,7 +121,7 @@ class RequestPolicy:
         self._cycles = 0
 
     def choose(self) -> Arm:
-        """The arm of the next cycle: the best by mean and doubt (UCB1 with a prior; deterministic, so seeds stay reproducible)."""
+        """The best arm by mean and doubt: UCB1 with a prior. Deterministic, so that seeds stay reproducible."""
         arms = self._policy.arms
         if len(arms) == 1:
             return arms[0]

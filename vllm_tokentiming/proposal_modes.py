@@ -1,19 +1,22 @@
 """How a request's draft is sampled and becomes a proposal: one mode for each value of ``transfer``.
 
-A mode decides what is drawn before it is drawn, and what rows its tokens get after. Modes share one class: they differ in the arms that
-a request may choose from, and in what makes rows out of a sampled draft.
+A mode decides what is drawn before it is drawn, and what rows its tokens get after. Modes share one class: they differ
+in the arms that a request may choose from, and in what makes rows out of a sampled draft.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_tokentiming.config import TokenTimingConfig
 from vllm_tokentiming.engine.interface import DraftedTokens, DraftSampling
 from vllm_tokentiming.pair import BoundaryObserver, ExactPair, Pair
 from vllm_tokentiming.policy import ARMS, GREEDY, Arm, Policy, RequestPolicy
+from vllm_tokentiming.transfer.exact import ChunkTransfer
 from vllm_tokentiming.transfer.extendable import Extendable
 from vllm_tokentiming.transfer.interface import NOTHING, Proposal
 from vllm_tokentiming.transfer.paper import paper_rows
@@ -21,6 +24,18 @@ from vllm_tokentiming.transfer.special_cases import tli_transfer
 from vllm_tokentiming.vocabulary import DraftContext
 
 _FIXED = Arm(name="fixed", sharpening=1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SampledDraft:
+    """A draft with the laws that it was drawn from, and what was known before; see :meth:`ProposalMode.proposal`."""
+
+    ids_in_draft_vocab: list[int]
+    law_ids: npt.NDArray[np.int32]
+    law_probs: npt.NDArray[np.float64]
+    planned_steps: int
+    max_tokens: int
+    alone: bool
 
 
 class ProposalMode:
@@ -38,7 +53,7 @@ class ProposalMode:
         self.restricts_draft = options.transfer == "tli"
         self._policy = Policy(_arms(options))
         self._exact: ExactPair | None = None
-        self._with_laws: Callable[..., Proposal] | None = None
+        self._with_laws: Callable[[_SampledDraft], Proposal] | None = None
         if options.transfer == "exact":
             self._exact = ExactPair(
                 pair,
@@ -64,7 +79,7 @@ class ProposalMode:
         """What the server's requests learned."""
         return self._policy
 
-    def shared_tokens(self) -> np.ndarray:  # type: ignore[type-arg]
+    def shared_tokens(self) -> npt.NDArray[np.bool_]:
         """Bool [draft vocabulary]: tokens that the target has too, for an engine that must draft nothing else."""
         return self._pair.shared_tokens() >= 0
 
@@ -80,9 +95,9 @@ class ProposalMode:
         """What watches a new request's text for E, if anything does."""
         return None if self._exact is None else self._exact.observer()
 
-    def choose(self, policy: RequestPolicy, *, temperature: float, checks_values: bool) -> Arm:
-        """How this cycle drafts. Greedy requests need no rows, and where values are looked at rows would not be lossless."""
-        if temperature <= 0 or checks_values:
+    def choose(self, policy: RequestPolicy, *, temperature: float, point_mass_only: bool) -> Arm:
+        """How this cycle drafts. Greedy requests need no rows."""
+        if temperature <= 0 or point_mass_only:
             return GREEDY
         return policy.choose()
 
@@ -94,9 +109,7 @@ class ProposalMode:
             temperature *= arm.sharpening
         if temperature <= 0 and not self.restricts_draft:
             return None
-        return DraftSampling(
-            temperature=temperature, top_k=self._top_k, seed=seed, shared_only=self.restricts_draft
-        )
+        return DraftSampling(temperature=temperature, top_k=self._top_k, seed=seed, shared_only=self.restricts_draft)
 
     def proposal(self, drafted: DraftedTokens, *, planned_steps: int, max_tokens: int, alone: bool) -> Proposal:
         """Proxy tokens and rows of one draft.
@@ -107,51 +120,42 @@ class ProposalMode:
             max_tokens: proxy tokens wanted at most.
             alone: the rows must not depend on other requests.
         """
-        if drafted.law_probs is not None and self._with_laws is not None:
-            return self._with_laws(drafted, planned_steps=planned_steps, max_tokens=max_tokens, alone=alone)
+        if drafted.law_ids is not None and drafted.law_probs is not None and self._with_laws is not None:
+            draft = _SampledDraft(
+                ids_in_draft_vocab=drafted.ids_in_draft_vocab,
+                law_ids=drafted.law_ids,
+                law_probs=drafted.law_probs,
+                planned_steps=planned_steps,
+                max_tokens=max_tokens,
+                alone=alone,
+            )
+            return self._with_laws(draft)
         if self.restricts_draft:
             return self._shared_prefix(drafted, max_tokens=max_tokens)
         proxy = self._pair.proxy_tokenizer.proxy(drafted.ids_in_draft_vocab)[:max_tokens]
         return Proposal(ids_in_target_vocab=proxy) if proxy else NOTHING
 
-    def _exact_proposal(self, drafted: DraftedTokens, *, planned_steps: int, max_tokens: int, alone: bool) -> Proposal:
+    def _exact_proposal(self, draft: _SampledDraft) -> Proposal:
         assert self._exact is not None
-        return self._exact.transfer.transfer(
-            drafted.ids_in_draft_vocab,
-            law_ids=drafted.law_ids,
-            law_probs=drafted.law_probs,
-            extendable=self._exact.extendable(alone=alone),
-            planned_steps=planned_steps,
-            max_tokens=max_tokens,
-        )
+        return _by_chunks(self._exact.transfer, draft, self._exact.extendable(alone=draft.alone))
 
-    def _tli_proposal(self, drafted: DraftedTokens, *, planned_steps: int, max_tokens: int, alone: bool) -> Proposal:
-        del alone
-        return self._tli.transfer(
-            drafted.ids_in_draft_vocab,
-            law_ids=drafted.law_ids,
-            law_probs=drafted.law_probs,
-            extendable=self._nothing,
-            planned_steps=planned_steps,
-            max_tokens=max_tokens,
-        )
+    def _tli_proposal(self, draft: _SampledDraft) -> Proposal:
+        return _by_chunks(self._tli, draft, self._nothing)
 
-    def _paper_proposal(self, drafted: DraftedTokens, *, planned_steps: int, max_tokens: int, alone: bool) -> Proposal:
-        del planned_steps, alone
-        drafted_ids = drafted.ids_in_draft_vocab
-        proxy = self._pair.proxy_tokenizer.proxy(drafted_ids)
+    def _paper_proposal(self, draft: _SampledDraft) -> Proposal:
+        proxy = self._pair.proxy_tokenizer.proxy(draft.ids_in_draft_vocab)
         if not proxy:
             return NOTHING
         # Aligned whole and cut after: the last token kept is not the last one drafted.
-        (last_draft_index,) = self._pair.last_draft_index([drafted_ids], [proxy])
+        (last_draft_index,) = self._pair.last_draft_index([draft.ids_in_draft_vocab], [proxy])
         rows = paper_rows(
-            ids_in_draft_vocab=drafted_ids,
-            law_ids=drafted.law_ids,
-            law_probs=drafted.law_probs,
-            ids_in_target_vocab=proxy[:max_tokens],
-            last_draft_index=last_draft_index[:max_tokens],
+            ids_in_draft_vocab=draft.ids_in_draft_vocab,
+            law_ids=draft.law_ids,
+            law_probs=draft.law_probs,
+            ids_in_target_vocab=proxy[: draft.max_tokens],
+            last_draft_index=last_draft_index[: draft.max_tokens],
         )
-        return Proposal(ids_in_target_vocab=proxy[:max_tokens], rows=rows)
+        return Proposal(ids_in_target_vocab=proxy[: draft.max_tokens], rows=rows)
 
     def _shared_prefix(self, drafted: DraftedTokens, *, max_tokens: int) -> Proposal:
         proxy: list[int] = []
@@ -165,6 +169,17 @@ class ProposalMode:
         return Proposal(ids_in_target_vocab=proxy) if proxy else NOTHING
 
 
+def _by_chunks(transfer: ChunkTransfer, draft: _SampledDraft, extendable: Extendable) -> Proposal:
+    return transfer.transfer(
+        draft.ids_in_draft_vocab,
+        law_ids=draft.law_ids,
+        law_probs=draft.law_probs,
+        extendable=extendable,
+        planned_steps=draft.planned_steps,
+        max_tokens=draft.max_tokens,
+    )
+
+
 def _arms(options: TokenTimingConfig) -> tuple[Arm, ...]:
     if options.transfer == "slem" or options.draft_temperature == 0:
         return (GREEDY,)
@@ -172,6 +187,6 @@ def _arms(options: TokenTimingConfig) -> tuple[Arm, ...]:
         return (_FIXED,)
     if options.transfer == "exact":
         return ARMS
-    # A point mass is accepted with the target's probability of its token, so there the draft's likeliest token is the best guess at
-    # any temperature. TLI and the paper draw from the draft's law at the request's own temperature.
+    # A point mass is accepted with the target's probability of its token, so there the draft's likeliest token is the
+    # best guess at any temperature. TLI and the paper draw from the draft's law at the request's own temperature.
     return (GREEDY,) if options.transfer == "point_mass" else (Arm(name="sampled", sharpening=1.0),)

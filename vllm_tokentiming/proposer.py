@@ -1,7 +1,7 @@
 """``TokenTimingProposer``: the class that vLLM loads as its ``custom_class`` speculative proposer.
 
-Thin: it reads the options, builds the rooms when vLLM loads models, and in each step hands the batch to the pipeline. All state lives
-in the pipeline and the engine, keyed by request id.
+Thin: it reads the options, builds the rooms when vLLM loads models, and in each step hands the batch to the pipeline.
+All state lives in the pipeline and the engine, keyed by request id.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import torch
 from vllm_tokentiming.metrics import Metrics
 from vllm_tokentiming.vllm_adapter.batch import BatchReader
 from vllm_tokentiming.vllm_adapter.compat import require_supported_vllm
-from vllm_tokentiming.vllm_adapter.draft_rows import DraftRows, RaggedRows, RowsDoNotFitError
+from vllm_tokentiming.vllm_adapter.draft_check import options_of
+from vllm_tokentiming.vllm_adapter.draft_rows import DraftRows, RaggedRows
 from vllm_tokentiming.vllm_adapter.patches import apply_patches
 from vllm_tokentiming.vllm_adapter.seam import install_seam
-from vllm_tokentiming.vllm_adapter.start_up import build_pipeline, options_of
+from vllm_tokentiming.vllm_adapter.start_up import build_pipeline
 
 if TYPE_CHECKING:
     import numpy as np
@@ -105,7 +106,11 @@ class TokenTimingProposer:
                 num_tokens_no_spec=num_tokens_no_spec,
                 token_ids=token_ids_cpu,
             )
-            proposals = self._pipeline.propose(requests)
+            most_rows = sum(request.max_proposal for request in requests if request is not None)
+            allow_rows = most_rows <= self._draft_rows.capacity
+            if not allow_rows:
+                self._metrics.rows_dropped()
+            proposals = self._pipeline.propose(requests, allow_rows=allow_rows)
             self._rows = self._fill_rows(proposals)
         except Exception:  # noqa: BLE001 - the server must not die of speculation
             self._rows = None
@@ -121,11 +126,6 @@ class TokenTimingProposer:
 
     def _fill_rows(self, proposals: Sequence[Proposal]) -> RaggedRows | None:
         begun = time.perf_counter()
-        try:
-            return self._draft_rows.fill(proposals)
-        except RowsDoNotFitError:
-            # Without rows vLLM takes every proposal as a point mass, which is right for a drawn token too.
-            self._metrics.rows_dropped()
-            return None
-        finally:
-            self._metrics.spent("rows", time.perf_counter() - begun)
+        rows = self._draft_rows.fill(proposals)
+        self._metrics.spent("rows", time.perf_counter() - begun)
+        return rows

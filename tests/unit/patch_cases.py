@@ -1,7 +1,9 @@
-"""Run by test_patches in a fresh process: what vLLM does in each case, as JSON. With the argument ``patched``, after our patches."""
+"""Run by test_patches in a fresh process: what vLLM does in each case, as JSON. With the argument ``patched``, after
+our patches."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from types import SimpleNamespace
@@ -61,10 +63,8 @@ def rewind() -> object:
     runner.discard_request_mask = SimpleNamespace(np=np.array([True, False, False]))
     runner.use_async_scheduling = False
     first = runner._sample()
-    try:
+    with contextlib.suppress(AttributeError):  # what follows the rewind needs a whole runner
         runner._bookkeeping_sync(None, None, None, None, 1)
-    except AttributeError:
-        pass  # what follows the rewind needs a whole runner
     runner.discard_request_mask.np[0] = False
     second = runner._sample()
     return {

@@ -59,7 +59,13 @@ def test_proposals_stay_inside_the_targets_context(num_tokens, limit):
 
 
 @pytest.mark.parametrize(
-    "state", [None, cached_request(prompt_embeds=object()), cached_request(mm_features=[1]), cached_request(sampling_params=None)]
+    "state",
+    [
+        None,
+        cached_request(prompt_embeds=object()),
+        cached_request(mm_features=[1]),
+        cached_request(sampling_params=None),
+    ],
 )
 def test_what_has_no_text_is_not_speculated_on(state):
     assert read({"a": state}, sampled=[[1]], num_tokens=[6]) == [None]
@@ -77,5 +83,7 @@ def test_the_drafts_seed_is_stable_and_not_the_verifiers():
 
 
 def test_structured_output_is_told():
-    free, bound = read({"a": cached_request(), "b": cached_request(structured=object())}, sampled=[[1]] * 2, num_tokens=[6] * 2)
+    free, bound = read(
+        {"a": cached_request(), "b": cached_request(structured=object())}, sampled=[[1]] * 2, num_tokens=[6] * 2
+    )
     assert (free.checks_values, bound.checks_values) == (False, True)

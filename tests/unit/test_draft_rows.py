@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_tokentiming.transfer.interface import NOTHING, Proposal, SparseRows
-from vllm_tokentiming.vllm_adapter.draft_rows import DraftRows, RowsDoNotFitError
+from vllm_tokentiming.vllm_adapter.draft_rows import DraftRows
 
 VOCAB = 11
 
@@ -73,6 +73,6 @@ def test_the_next_cycle_starts_from_zeros(draft_rows):
 def test_past_its_bound_the_buffer_refuses_and_stays_usable():
     small = DraftRows(vocab_size=VOCAB, device=torch.device("cpu"), max_rows=100, max_bytes=2 * 4 * VOCAB)
     assert small.capacity == 2
-    with pytest.raises(RowsDoNotFitError):
+    with pytest.raises(ValueError, match="3 rows, room for 2"):
         small.fill([Proposal(ids_in_target_vocab=[1, 2, 3], rows=rows_of({1: 1.0}, {2: 1.0}, {3: 1.0}))])
     assert small.fill([Proposal(ids_in_target_vocab=[1], rows=rows_of({1: 1.0}))]) is not None

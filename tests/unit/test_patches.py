@@ -46,4 +46,8 @@ def test_the_patch_mends_it(case):
 
 
 def test_every_fault_was_found_by_its_probe():
-    assert outcomes("patched")["applied"] == ["expand_batch_to_tokens", "apply_sampling_constraints", "generator rewind"]
+    assert outcomes("patched")["applied"] == [
+        "expand_batch_to_tokens",
+        "apply_sampling_constraints",
+        "generator rewind",
+    ]

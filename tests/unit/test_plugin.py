@@ -11,7 +11,8 @@ from vllm_tokentiming.vllm_adapter.compat import check_version, require_supporte
 
 def test_the_method_becomes_custom_class_and_the_rest_becomes_options():
     speculative, options = rewrite(
-        {"method": METHOD, "model": "draft", "num_speculative_tokens": 5, "quantization": "fp8", "window_radius": 4}, None
+        {"method": METHOD, "model": "draft", "num_speculative_tokens": 5, "quantization": "fp8", "window_radius": 4},
+        None,
     )
     assert speculative == {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 5}
     assert (options.draft_model, options.draft_quantization, options.window_radius) == ("draft", "fp8", 4)
@@ -26,7 +27,7 @@ def test_the_plain_form_takes_its_options_from_additional_config():
 
 @pytest.mark.parametrize("value", [0, -1, 129, 1000, True, "5", 2.5, None])
 def test_num_speculative_tokens_out_of_range(value):
-    with pytest.raises(ConfigError, match="num_speculative_tokens is .* from 1 to 128"):
+    with pytest.raises(ConfigError, match=r"num_speculative_tokens is .* from 1 to 128"):
         rewrite({"method": METHOD, "model": "draft", "num_speculative_tokens": value}, None)
 
 
@@ -41,7 +42,7 @@ def test_no_draft_model():
 
 
 def test_unknown_key_names_the_nearest_option():
-    with pytest.raises(ConfigError, match="'window_radios'.*'window_radius'"):
+    with pytest.raises(ConfigError, match=r"'window_radios'.*'window_radius'"):
         rewrite({"method": METHOD, "model": "d", "num_speculative_tokens": 5, "window_radios": 3}, None)
 
 
@@ -55,7 +56,7 @@ def test_an_option_set_twice():
 
 
 def test_the_plain_form_takes_no_options_in_speculative_config():
-    with pytest.raises(ConfigError, match="window_radius.*--additional-config"):
+    with pytest.raises(ConfigError, match=r"window_radius.*--additional-config"):
         rewrite(
             {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 3, "window_radius": 8},
             {"draft_model": "d"},

@@ -111,7 +111,9 @@ class _Machine(RuleBasedStateMachine):
             for block_id in set(sequence.block_ids()) - shared:
                 for offset in range(BLOCK):
                     self.cache.memory[block_id, offset] = POISON
-        self.cache.blocks.forget(name)
+        held = [] if sequence is None else sequence.block_ids()
+        cleared = self.cache.blocks.forget(name)
+        assert cleared == [block_id for block_id in held if not any(block_id in o.block_ids() for o in others)]
 
     @invariant()
     def every_context_has_its_own_kv(self) -> None:
@@ -221,8 +223,9 @@ def test_nobody_reuses_what_was_forgotten() -> None:
     text = _text(30)
     cache.cycle("a", text, [], {"a"})
     cache.cycle("b", [*text[:10], *_text(20, 60)], [], {"b"})  # shares the first two blocks
-    cache.blocks.forget("a")
-    cache.blocks.forget("never seen")
+    held = cache.blocks.sequence("a", text).block_ids()
+    assert cache.blocks.forget("a") == held[2:]  # the others still have their reader
+    assert cache.blocks.forget("never seen") == []
     assert cache.cycle("c", text, [], {"c"}) == 30
     cache.check()
     for name in ("b", "c"):

@@ -130,7 +130,7 @@ class VllmDraftEngine:
                 self._decode(ready, results)
         except Exception as error:
             for request in requests:
-                self._blocks.forget(request.request_id)
+                self._forget(request.request_id)
             raise DraftEngineError(f"the draft model failed: {type(error).__name__}: {error}") from error
         return [result for result in results if result is not None]
 
@@ -216,7 +216,7 @@ class VllmDraftEngine:
             count = steps[place]
             where = begins[:count] + place
             if not all(finite[i] for i in where):
-                self._blocks.forget(row.request.request_id)
+                self._forget(row.request.request_id)
                 results[row.index] = DraftedTokens(ids_in_draft_vocab=[], reason=Silence.NOT_FINITE)
                 continue
             ids_of_row = [host_ids[i] for i in where]
@@ -230,6 +230,9 @@ class VllmDraftEngine:
                 law_probs=law_probs[where] if drawn_from_laws and law_probs is not None else None,
             )
 
+    def _forget(self, request_id: str) -> None:
+        self._cache.clear(self._blocks.forget(request_id))
+
     def _warm_up(self) -> None:
         compiled = bool(self.config.compilation_config.mode)
         if compiled:
@@ -240,7 +243,7 @@ class VllmDraftEngine:
         # A short real cycle touches every kernel once, so that the first request does not pay for it.
         warm = DraftRequest(request_id="warm-up", context_ids=[0, 0], num_steps=2)
         self.draft([warm])
-        self._blocks.forget(warm.request_id)
+        self._forget(warm.request_id)
         self.release(warm.request_id)
 
 

@@ -130,12 +130,18 @@ class DraftBlocks:
         if sequence is not None:
             self._pool.free_blocks(reversed(sequence.blocks))
 
-    def forget(self, request_id: str) -> None:
-        """Free the request's blocks and make sure that nobody reuses what is in them (their KV cannot be trusted)."""
+    def forget(self, request_id: str) -> list[int]:
+        """Free the request's blocks and make sure that nobody reuses what is in them: their KV cannot be trusted.
+
+        Returns:
+            The blocks that nobody reads now, whose KV the caller must clear.
+        """
         sequence = self._sequences.get(request_id)
-        if sequence is not None:
-            self._pool.evict_blocks({block.block_id for block in sequence.blocks[: sequence.num_registered]})
+        if sequence is None:
+            return []
+        self._pool.evict_blocks({block.block_id for block in sequence.blocks[: sequence.num_registered]})
         self.release(request_id)
+        return [block.block_id for block in sequence.blocks if block.ref_cnt == 0]
 
     def _evict(self, missing: int, busy: Collection[str]) -> None:
         for request_id in [rid for rid in self._sequences if rid not in busy]:

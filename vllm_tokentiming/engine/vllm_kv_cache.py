@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +31,14 @@ class DraftKVCache:
         block_size: tokens in a kernel block; block tables and slots count in these.
         num_bytes: memory taken.
         attention_groups: layers with one attention metadata each; all share one block table.
+        tensors: of each layer, [num_blocks, heads, block_size, content] as vLLM views every layout.
     """
 
     num_blocks: int
     block_size: int
     num_bytes: int
     attention_groups: tuple[AttentionGroup, ...]
+    tensors: tuple[torch.Tensor, ...]
 
     def build_metadata(self, common: Any) -> dict[str, Any]:
         """Attention metadata by layer name, for ``set_forward_context``."""
@@ -44,6 +47,11 @@ class DraftKVCache:
             metadata = group.get_metadata_builder().build(common_prefix_len=0, common_attn_metadata=common)
             by_layer.update(dict.fromkeys(group.layer_names, metadata))
         return by_layer
+
+    def clear(self, block_ids: Sequence[int]) -> None:
+        """Zero these blocks. Attention weighs what lies behind a context with 0, and 0 × NaN is NaN."""
+        for tensor in self.tensors:
+            tensor[torch.tensor(block_ids, dtype=torch.int64, device=tensor.device)] = 0
 
     def layer_names(self) -> list[str]:
         """All layers with KV."""
@@ -101,6 +109,7 @@ def allocate_draft_kv_cache(config: VllmConfig, *, device: torch.device, memory:
         block_size=kernel_block_size,
         num_bytes=num_blocks * bytes_per_block,
         attention_groups=tuple(attention_groups),
+        tensors=tuple(tensors.values()),
     )
 
 

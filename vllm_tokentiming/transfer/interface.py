@@ -12,8 +12,8 @@ import numpy.typing as npt
 class SparseRows:
     """Proposal laws P_1..P_m of one request's m proxy tokens, in CSR form.
 
-    Row j holds ``probs[offsets[j]:offsets[j + 1]]`` at ``ids_in_target_vocab[offsets[j]:offsets[j + 1]]``, zero elsewhere. Ids
-    within a row are unique.
+    Row j holds ``probs[offsets[j]:offsets[j + 1]]`` at ``ids_in_target_vocab[offsets[j]:offsets[j + 1]]``, zero
+    elsewhere. Ids within a row are unique.
 
     Attributes:
         offsets: int32 [m + 1].

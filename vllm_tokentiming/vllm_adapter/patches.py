@@ -1,7 +1,7 @@
 """Faults of stock vLLM that stand in our way, each mended behind a probe that shows the fault.
 
-A patch is applied only where its probe finds the fault, so a vLLM that mends it needs no change here. All three concern CPU
-without triton-cpu, and every speculative method, not only ours (vLLM 0.32, unchanged in 0.33's source).
+A patch is applied only where its probe finds the fault, so a vLLM that mends it needs no change here. All three
+concern CPU without triton-cpu, and every speculative method, not only ours (vLLM 0.32, unchanged in 0.33's source).
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ def _mend_generator_rewind() -> None:
 
     @functools.wraps(stock_sample)
     def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # What vLLM means by "offset - 4": the sample of an unfinished prefill is thrown away, and so is its random number.
+        # What vLLM means by "offset - 4": the sample of an unfinished prefill is thrown away, and so is its random
+        # number.
         before = [(generator, generator.get_state()) for generator in discarded_generators(self).values()]
         output = stock_sample(self, *args, **kwargs)
         for generator, state in before:
@@ -170,7 +171,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="generator rewind",
         symptom="a seeded request with a chunked prefill kills the engine (CPU Generator does not use offset)",
-        cause="_bookkeeping_sync rewinds the generators of discarded samples by their Philox offset, which only CUDA has",
+        cause="_bookkeeping_sync rewinds generators of discarded samples by their Philox offset, which only CUDA has",
         removal="when _bookkeeping_sync rewinds by state, or not at all on CPU",
         is_needed=_generator_has_no_offset,
         apply=_mend_generator_rewind,

@@ -1,6 +1,7 @@
-"""The wrap of ``GPUModelRunner.propose_draft_token_ids``: where a proposer learns whose step it is, and where its rows go.
+"""The wrap of ``GPUModelRunner.propose_draft_token_ids``: whose step it is, and where rows go.
 
-Symptom without it: a ``custom_class`` proposer gets token ids by row and nothing else, and its probabilities are never read.
+Symptom without it: a ``custom_class`` proposer gets token ids by row and nothing else, and its probabilities are never
+read.
 Cause: vLLM calls ``propose`` without request ids, and takes draft probabilities from its own proposers only.
 Removal: when vLLM hands custom proposers the runner's batch and takes their ``take_last_draft_probs``.
 """
