@@ -68,6 +68,7 @@ def reference_logits(model: Any, ids: list[int], last: int) -> torch.Tensor:
 
 def check_greedy(model: Any, context: list[int], drafted: list[int]) -> None:
     """Every drafted token is the reference's choice after the context and the tokens drafted before it."""
+    assert drafted, "nothing was drafted"
     logits = reference_logits(model, context + drafted[:-1], len(drafted))
     for place, token in enumerate(drafted):
         best = logits[place].max()
