@@ -95,3 +95,64 @@ def test_real_pairs(tokenizer_folder, target, draft, data):
 def test_models_whose_draft_lacks_bytes(model_folder, data):
     target, draft = real(model_folder("qwen2.5-coder-1.5b-instruct")), real(model_folder("smollm2-135m-instruct"))
     check_stream(target, draft, data.draw(target_streams(target)))
+
+
+SEAMLESS = {
+    "letters": "a" * 3000,
+    "thai": "สวัสดีครับผมชื่อสมชายยินดีที่ได้รู้จัก" * 30,
+    "cjk": "天地玄黄宇宙洪荒日月盈昃辰宿列张" * 60,
+    "digits": "31415926535897932384626433832795" * 60,
+    "spaces": " " * 3000,
+    "apostrophes": "don't'll've" * 200,
+}
+
+
+@pytest.mark.parametrize("text", SEAMLESS.values(), ids=SEAMLESS)
+@pytest.mark.parametrize("draft", TINY)
+def test_a_commit_never_encodes_the_whole_text(monkeypatch, draft, text):
+    target, draft = tiny("sentencepiece"), tiny(draft)
+    context = DraftContext(target, draft, paired(target, draft))
+    encode_open, longest = draft.encoder.encode_open, 0
+
+    def spy(data):
+        nonlocal longest
+        longest = max(longest, len(data))
+        return encode_open(data)
+
+    ids = target.encode(("Once upon a time. " * 300 + text).encode())
+    context.commit(ids[:1000])
+    monkeypatch.setattr(draft.encoder, "encode_open", spy)
+    for start in range(1000, len(ids), 3):
+        context.commit(ids[start : start + 3])
+    assert longest < 2200
+    assert context.ids == context_from_scratch(target, draft, paired(target, draft), ids)[0]
+
+
+def _no_token_is_cut(vocabulary, *, step):
+    cut = []
+    for token in range(0, vocabulary.model_vocab_size, step):
+        spelled = vocabulary.token_bytes[token]
+        if spelled and len(spelled) > 1 and vocabulary.encoder.reference(spelled) == [token]:
+            seams = vocabulary.encoder.seams
+            if seams.split(spelled) != [spelled] or seams.last_fine(spelled):
+                cut.append(spelled)
+    assert cut == []
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_seams_cut_no_token(name):
+    _no_token_is_cut(tiny(name), step=1)
+
+
+def test_tokens_across_spaces_take_the_seams_away():
+    vocabulary = tiny("no_pattern")
+    across = [token for token in vocabulary.token_bytes if token and b"e " in token and b" " not in token[:1]]
+    assert across, "this tokenizer does join words"
+    assert vocabulary.encoder.seams.split(b"the fox") == [b"the fox"]
+    assert tiny("byte_level").encoder.seams.split(b"the fox") == [b"the", b" fox"]
+
+
+@pytest.mark.real_tokenizers
+@pytest.mark.parametrize("name", REAL)
+def test_seams_cut_no_token_of_real_vocabularies(tokenizer_folder, name):
+    _no_token_is_cut(real(tokenizer_folder(name)), step=7)
