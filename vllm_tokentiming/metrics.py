@@ -30,26 +30,29 @@ class Metrics:
         self._silences = _counter(
             registry, "vllm:tokentiming_silences", "Requests and cycles without a proposal, by reason.", ["reason"]
         )
-        self._proposals = _counter(registry, "vllm:tokentiming_proposals", "Requests and cycles with a proposal.", [])
-        self._draft_tokens = _counter(
-            registry, "vllm:tokentiming_draft_tokens", "Tokens drafted, in the draft's vocabulary.", []
-        )
-        self._proxy_tokens = _counter(
-            registry, "vllm:tokentiming_proxy_tokens", "Tokens proposed, in the target's vocabulary.", []
-        )
-        self._rows_dropped = _counter(
-            registry,
-            "vllm:tokentiming_rows_dropped",
-            "Cycles whose rows did not fit the buffer: proposed as point masses.",
-            [],
-        )
-        self._seconds = _counter(registry, "vllm:tokentiming_seconds", "Time spent, by stage.", ["stage"])
+        seconds = _counter(registry, "vllm:tokentiming_seconds", "Time spent, by stage.", ["stage"])
+        self._published = {
+            "proposals": _counter(registry, "vllm:tokentiming_proposals", "Requests and cycles with a proposal.", []),
+            "draft_tokens": _counter(
+                registry, "vllm:tokentiming_draft_tokens", "Tokens drafted, in the draft's vocabulary.", []
+            ),
+            "proxy_tokens": _counter(
+                registry, "vllm:tokentiming_proxy_tokens", "Tokens proposed, in the target's vocabulary.", []
+            ),
+            "rows_dropped": _counter(
+                registry,
+                "vllm:tokentiming_rows_dropped",
+                "Cycles whose rows did not fit the buffer: proposed as point masses.",
+                [],
+            ),
+            **{f"seconds/{stage}": seconds.labels(stage) for stage in STAGES},
+        }
         self.silences: Tally[str] = Tally()
-        self.totals: Tally[str] = Tally()
-        self.seconds: dict[str, float] = dict.fromkeys(STAGES, 0.0)
+        self.totals: dict[str, float] = dict.fromkeys(self._published, 0)
+        self._cycle: dict[str, float] = dict.fromkeys(self._published, 0)
         self._warned: set[str] = set()
         self._logged_at = time.monotonic()
-        self._logged: Tally[str] = Tally()
+        self._logged = dict(self.totals)
 
     def silent(self, reason: str) -> None:
         """One request has no proposal this cycle."""
@@ -58,17 +61,17 @@ class Metrics:
 
     def proposed(self, *, draft_tokens: int, proxy_tokens: int) -> None:
         """One request has a proposal."""
-        self.totals["proposals"] += 1
-        self.totals["draft_tokens"] += draft_tokens
-        self.totals["proxy_tokens"] += proxy_tokens
+        self._cycle["proposals"] += 1
+        self._cycle["draft_tokens"] += draft_tokens
+        self._cycle["proxy_tokens"] += proxy_tokens
 
     def rows_dropped(self) -> None:
         """One cycle's rows did not fit."""
-        self.totals["rows_dropped"] += 1
+        self._cycle["rows_dropped"] += 1
 
     def spent(self, stage: str, seconds: float) -> None:
         """Time of one stage of one cycle."""
-        self.seconds[stage] += seconds
+        self._cycle[f"seconds/{stage}"] += seconds
 
     def warn_once(self, kind: str, message: str, *arguments: object, exc_info: bool = False) -> None:
         """Log the first failure of a kind; the counters tell how many follow."""
@@ -78,40 +81,33 @@ class Metrics:
             logger.warning("the line above is logged once; vllm:tokentiming_silences counts what follows")
 
     def end_cycle(self) -> None:
-        """Publish now and then; cheap otherwise."""
+        """Publish what this cycle counted, and log now and then."""
+        for key, change in self._cycle.items():
+            if change:
+                self._published[key].inc(change)
+                self.totals[key] += change
+                self._cycle[key] = 0
         now = time.monotonic()
-        if now - self._logged_at < LOG_INTERVAL:
-            return
-        self._logged_at = now
-        self.publish()
+        if now - self._logged_at >= LOG_INTERVAL:
+            self._logged_at = now
+            self._log()
 
-    def publish(self) -> None:
-        """Bring the counters up to date and log what changed."""
-        current: Tally[str] = Tally(self.totals)
-        current.update({f"seconds/{stage}": value for stage, value in self.seconds.items()})
-        change = {key: value - self._logged[key] for key, value in current.items()}
-        self._logged = current
-        for counter, key in (
-            (self._proposals, "proposals"),
-            (self._draft_tokens, "draft_tokens"),
-            (self._proxy_tokens, "proxy_tokens"),
-            (self._rows_dropped, "rows_dropped"),
-        ):
-            counter.inc(change.get(key, 0))
-        for stage in STAGES:
-            self._seconds.labels(stage).inc(change.get(f"seconds/{stage}", 0.0))
-        if change.get("proposals"):
-            count = change["proposals"]
-            stages = ", ".join(f"{stage} {1e3 * change[f'seconds/{stage}'] / count:.2f}" for stage in STAGES)
-            silent = f"; without a proposal so far: {dict(self.silences)}" if self.silences else ""
-            logger.info(
-                "TokenTiming: %d proposals, %.2f draft and %.2f proxy tokens each; ms per proposal: %s%s",
-                count,
-                change["draft_tokens"] / count,
-                change["proxy_tokens"] / count,
-                stages,
-                silent,
-            )
+    def _log(self) -> None:
+        change = {key: value - self._logged[key] for key, value in self.totals.items()}
+        count = change["proposals"]
+        if not count:
+            return
+        self._logged = dict(self.totals)
+        stages = ", ".join(f"{stage} {1e3 * change[f'seconds/{stage}'] / count:.2f}" for stage in STAGES)
+        silent = f"; without a proposal so far: {dict(self.silences)}" if self.silences else ""
+        logger.info(
+            "TokenTiming: %d proposals, %.2f draft and %.2f proxy tokens each; ms per proposal: %s%s",
+            count,
+            change["draft_tokens"] / count,
+            change["proxy_tokens"] / count,
+            stages,
+            silent,
+        )
 
 
 def _counter(registry: CollectorRegistry, name: str, help_text: str, labels: list[str]) -> Counter:
