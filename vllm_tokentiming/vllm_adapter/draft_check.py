@@ -30,7 +30,7 @@ def options_of(config: VllmConfig) -> tuple[TokenTimingConfig, int]:
     options = additional.get(OPTIONS_KEY)
     if not isinstance(options, dict):
         raise ConfigError(
-            f'the draft model is not named: additional_config["{OPTIONS_KEY}"] is {options!r}. Required: a mapping, e.g. '
+            f'the draft model is not named: additional_config["{OPTIONS_KEY}"] is {options!r}. Required: e.g. '
             '--additional-config \'{"tokentiming": {"draft_model": "…"}}\', or --speculative-config with '
             '"method": "tokentiming" and "model": "…".'
         )
