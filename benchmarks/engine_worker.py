@@ -74,11 +74,12 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if "chat" in request:
-            request["prompt_token_ids"] = [_prompt_ids(tokenizer, text) for text in request.pop("chat")]
+            request["prompt_token_ids"] = [prompt_ids(tokenizer, text) for text in request.pop("chat")]
         print(json.dumps(measure(llm, request)), file=answers, flush=True)
 
 
-def _prompt_ids(tokenizer: Any, text: str) -> list[int]:
+def prompt_ids(tokenizer: Any, text: str) -> list[int]:
+    """A question as the target is asked it: through its chat template, where it has one."""
     if getattr(tokenizer, "chat_template", None) is None:
         return list(tokenizer.encode(text))
     rendered = tokenizer.apply_chat_template(

@@ -297,7 +297,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     # Every other document tells what follows what; the rest is replayed.
     top_k = TokenTimingConfig(draft_model="replayed").draft_top_k
     laws = Laws([draft.encode(text) for text in documents[::2]], top_k=top_k, vocab_size=draft.size)
-    replayed = [target.encode(text) for text in documents[1::2]]
+    replayed = [ids for text in documents[1::2] if len(ids := target.encode(text)) >= 2 * PROMPT_TOKENS]
     results = []
     for transfer in arguments.transfer:
         for batch in arguments.batch:
