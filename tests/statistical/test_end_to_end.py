@@ -1,5 +1,4 @@
-"""Through vLLM: the law of the first tokens with speculation is the law without, and the test notices when it is
-not."""
+"""Through vLLM: the law of the first tokens is the same with speculation and without, and the test can tell."""
 
 from __future__ import annotations
 
