@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_tokentiming.engine.interface import DraftedTokens, DraftEngine, DraftRequest
-from vllm_tokentiming.errors import DraftEngineError, UnencodableTextError
+from vllm_tokentiming.errors import UnencodableTextError
 from vllm_tokentiming.metrics import Metrics
 from vllm_tokentiming.pair import BoundaryObserver
 from vllm_tokentiming.policy import Arm, RequestPolicy
@@ -183,10 +183,11 @@ class Pipeline:
         new = request.ids_in_target_vocab[state.context.num_target_tokens :].tolist()
         if not new:
             return True
-        if state.proposed and state.arm is not None:
-            # The verifier adds one token of its own to those that it accepted.
-            state.policy.observe(state.arm, min(len(new) - 1, state.proposed))
+        proposed, arm = state.proposed, state.arm
         state.proposed, state.arm = 0, None
+        if proposed and arm is not None:
+            # The verifier adds one token of its own to those that it accepted.
+            state.policy.observe(arm, min(len(new) - 1, proposed))
         try:
             state.context.commit(new)
             if state.observer is not None:
@@ -224,7 +225,7 @@ class Pipeline:
         ]
         try:
             drafted = self._engine.draft(requests)
-        except DraftEngineError as error:
+        except Exception as error:  # noqa: BLE001 - whatever an engine raises, the step goes on
             for candidate in candidates:
                 candidate.state.num_stable = 0
                 self._metrics.silent("engine_failed")

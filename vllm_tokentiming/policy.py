@@ -41,6 +41,8 @@ class Arm:
 
 
 GREEDY: Final = Arm(name="greedy", sharpening=0.0)
+FORCED: Final = Arm(name="forced", sharpening=0.0)
+"""A greedy draft that nobody chose, such as a greedy request's: nothing is learned from it."""
 ARMS: Final = (
     GREEDY,
     Arm(name="exact@1", sharpening=1.0),
@@ -128,7 +130,9 @@ class RequestPolicy:
         return max(arms, key=self._score)
 
     def observe(self, arm: Arm, accepted: int) -> None:
-        """What came of a cycle: ``accepted`` of its proposed tokens."""
+        """What came of a cycle: ``accepted`` of its proposed tokens. An arm that is no choice here teaches nothing."""
+        if arm not in self._tallies:
+            return
         self._cycles += 1
         for other, tally in self._tallies.items():
             if other is arm:

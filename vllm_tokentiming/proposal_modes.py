@@ -15,7 +15,7 @@ import numpy.typing as npt
 from vllm_tokentiming.config import TokenTimingConfig
 from vllm_tokentiming.engine.interface import DraftedTokens, DraftSampling
 from vllm_tokentiming.pair import BoundaryObserver, ExactPair, Pair
-from vllm_tokentiming.policy import ARMS, GREEDY, Arm, Policy, RequestPolicy
+from vllm_tokentiming.policy import ARMS, FORCED, GREEDY, Arm, Policy, RequestPolicy
 from vllm_tokentiming.transfer.exact import ChunkTransfer
 from vllm_tokentiming.transfer.extendable import Extendable
 from vllm_tokentiming.transfer.interface import NOTHING, Proposal
@@ -98,7 +98,7 @@ class ProposalMode:
     def choose(self, policy: RequestPolicy, *, temperature: float, point_mass_only: bool) -> Arm:
         """How this cycle drafts. Greedy requests need no rows."""
         if temperature <= 0 or point_mass_only:
-            return GREEDY
+            return FORCED
         return policy.choose()
 
     def sampling(self, arm: Arm, *, temperature: float, seed: int | None) -> DraftSampling | None:
