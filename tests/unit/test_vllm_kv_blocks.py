@@ -184,6 +184,18 @@ def test_rolling_back_into_a_shared_block_leaves_it_to_its_reader() -> None:
     assert cache.blocks.sequence("b", text).ids == text
 
 
+def test_what_follows_a_rewritten_block_is_not_offered_after_the_old_one() -> None:
+    cache = _Cache(64)
+    text = _text(22)
+    cache.cycle("a", text, [], {"a"})
+    cache.cycle("a", [*text[:8], *_text(4, 70), *text[12:]], [], {"a"})
+    cache.blocks.release("a")
+    cache.cycle("b", [*text[:12], *_text(10, 80)], [], {"b"})
+    assert cache.cycle("c", [*text[:8], *_text(4, 70), *text[12:]], [], {"c"}) == 2
+    assert cache.cycle("d", text, [], {"d"}) == 2
+    cache.check()
+
+
 def test_rolling_back_returns_blocks() -> None:
     cache = _Cache(64)
     cache.cycle("a", _text(10), _text(10, 30), {"a"})
