@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 METHOD: Final = "tokentiming"
 PROPOSER: Final = "vllm_tokentiming.TokenTimingProposer"
+PROPOSER_NAMES: Final = (PROPOSER, "vllm_tokentiming.proposer.TokenTimingProposer")
 
 
 def register() -> None:
@@ -72,10 +73,10 @@ def _with_flags(engine_args: Any) -> dict[str, Any] | None:
 
 
 def _is_ours(speculative: dict[str, Any]) -> bool:
-    return speculative.get("method") == METHOD or speculative.get("model") == PROPOSER
+    return speculative.get("method") == METHOD or speculative.get("model") in PROPOSER_NAMES
 
 
-def rewrite(speculative: dict[str, Any], additional: dict[str, Any] | None) -> tuple[dict[str, Any], TokenTimingConfig]:
+def rewrite(speculative: dict[str, Any], additional: object) -> tuple[dict[str, Any], TokenTimingConfig]:
     """Turn either way in into vLLM's ``custom_class`` form.
 
     Args:
@@ -97,6 +98,11 @@ def rewrite(speculative: dict[str, Any], additional: dict[str, Any] | None) -> t
             'num_speculative_tokens is missing. Set it in --speculative-config, e.g. "num_speculative_tokens": 5.'
         )
     num_tokens = check_num_speculative_tokens(rest.pop("num_speculative_tokens"))
+    if additional is not None and not isinstance(additional, dict):
+        raise ConfigError(
+            f'"{OPTIONS_KEY}" in --additional-config is {additional!r}; it must be an object such as '
+            '{"draft_model": "…"}.'
+        )
     options = dict(additional or {})
     if method == METHOD:
         if model is not None:

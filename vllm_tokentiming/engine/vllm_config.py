@@ -84,5 +84,5 @@ def _first_line(error: Exception) -> str:
     # A pydantic ValidationError says how many errors there are first, and what is wrong below.
     text = next((line for line in lines if "error" not in line.lower()[:24] or len(lines) == 1), type(error).__name__)
     if len(lines) > 1 and "validation error" in lines[0]:
-        text = lines[1]
+        text = lines[1].removeprefix("Value error, ").partition(" [type=")[0]
     return text if text.endswith(".") else text + "."

@@ -7,11 +7,12 @@ front-end's process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``).
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_tokentiming.config import OPTIONS_KEY, TokenTimingConfig, check_num_speculative_tokens
 from vllm_tokentiming.errors import ConfigError
-from vllm_tokentiming.vocabulary import Vocabulary
+from vllm_tokentiming.vocabulary import SpecialTokenMap, Vocabulary
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -45,10 +46,25 @@ def check_draft(target: ModelConfig, options: TokenTimingConfig) -> None:
     """
     from vllm_tokentiming.engine.vllm_config import draft_model_config
 
-    model_config = draft_model_config(target, options)
-    load_vocabulary(model_config)
+    _require_path("draft model", options.draft_model)
+    if options.draft_tokenizer is not None:
+        _require_path("draft_tokenizer", options.draft_tokenizer)
+    draft = load_vocabulary(draft_model_config(target, options))
     if not target.skip_tokenizer_init:
-        load_vocabulary(target)
+        SpecialTokenMap.build(load_vocabulary(target), draft, options.special_token_pairs)
+
+
+def _require_path(what: str, name: str) -> None:
+    """Say at once that a path leads nowhere; Hugging Face's libraries would take it for a Hub id and look for that.
+
+    Raises:
+        ConfigError
+    """
+    if name.startswith(("/", ".", "~")) and not Path(name).exists():
+        raise ConfigError(
+            f"the {what} {name!r} does not exist on this machine. Required: the path of a model's folder, or a Hub id "
+            "such as HuggingFaceTB/SmolLM2-135M-Instruct. Correct the path."
+        )
 
 
 def load_vocabulary(model_config: ModelConfig) -> Vocabulary:
