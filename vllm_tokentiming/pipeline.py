@@ -59,7 +59,8 @@ class _RequestState:
     observer: BoundaryObserver | None
     num_stable: int = 0
     """Leading ids of the context that the engine has seen and that have not changed since."""
-    unencodable: bool = False
+    given_up: str | None = None
+    """Why the request goes on without speculation for good."""
     proposed: int = 0
     """Tokens of the last proposal, of which the next commit tells how many were accepted; 0 where there was none."""
     arm: Arm | None = None
@@ -126,11 +127,13 @@ class Pipeline:
         self._metrics.spent("draft", time.perf_counter() - begun)
         if drafted is None:
             return proposals
+        begun = time.perf_counter()
         for candidate, tokens in zip(candidates, drafted, strict=True):
             if tokens.reason is not None:
                 self._metrics.silent(tokens.reason.value)
             if tokens.ids_in_draft_vocab:
                 proposals[candidate.index] = self._proposal(candidate, tokens)
+        self._metrics.spent("proposal", time.perf_counter() - begun)
         return proposals
 
     def _candidates(self, requests: Sequence[TargetRequest | None], *, allow_rows: bool) -> list[_Candidate]:
@@ -177,8 +180,8 @@ class Pipeline:
 
     def _commit(self, request: TargetRequest, state: _RequestState) -> bool:
         """Bring the context up to date; False where the request cannot go on with speculation."""
-        if state.unencodable:
-            self._metrics.silent("unencodable")
+        if state.given_up is not None:
+            self._metrics.silent(state.given_up)
             return False
         new = request.ids_in_target_vocab[state.context.num_target_tokens :].tolist()
         if not new:
@@ -206,7 +209,7 @@ class Pipeline:
         return True
 
     def _give_up(self, request: TargetRequest, state: _RequestState, reason: str) -> None:
-        state.unencodable = True
+        state.given_up = reason
         self._engine.release(request.request_id)
         self._metrics.silent(reason)
 
@@ -239,7 +242,6 @@ class Pipeline:
 
     def _proposal(self, candidate: _Candidate, drafted: DraftedTokens) -> Proposal:
         request, state = candidate.request, candidate.state
-        begun = time.perf_counter()
         try:
             proposal = self._mode.proposal(
                 drafted,
@@ -251,8 +253,6 @@ class Pipeline:
             self._metrics.silent("proposal_failed")
             self._metrics.warn_once("proposal_failed", "a draft could not be made a proposal", exc_info=True)
             return NOTHING
-        finally:
-            self._metrics.spent("proposal", time.perf_counter() - begun)
         count = len(proposal.ids_in_target_vocab)
         if not count:
             self._metrics.silent("no_proxy_tokens")
