@@ -7,6 +7,7 @@ use and are bounded.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, chain, pairwise
 from typing import Final
 
 import numpy as np
@@ -81,7 +82,7 @@ class ExactPair:
         table = ChunkTable(
             draft_vocab_size=pair.draft.model_vocab_size,
             target_vocab_size=pair.target.model_vocab_size,
-            encode=self._encode,
+            encode=pair.proxy_tokenizer.encode_chunks,
             certify=self._certify,
         )
         self.transfer = ChunkTransfer(table, end_ids_in_draft_vocab=pair.draft.end_ids, longest_run=longest_run)
@@ -100,34 +101,17 @@ class ExactPair:
         """Watches one request's committed text for E; None where E does not learn."""
         return BoundaryObserver(self._pair, self._extendable) if self._learn else None
 
-    def _encode(self, run: tuple[int, ...], lasts: Sequence[int]) -> list[tuple[int, ...]]:
-        encode_chunk = self._pair.proxy_tokenizer.encode_chunk
-        return [encode_chunk(run, last) for last in lasts]
-
     def _certify(
         self, run: tuple[int, ...], lasts: Sequence[int], encodings: Sequence[tuple[int, ...]]
     ) -> list[list[bool]]:
-        """Which proxy tokens carry the law of their chunk's last draft token: the path links them and the bytes agree.
-
-        Of a chunk that is one draft token, or one proxy token, the alignment can say nothing else.
-        """
-        draft_bytes, target_bytes = self._pair.draft.token_bytes, self._pair.target.token_bytes
-        spelled = b"".join(draft_bytes[token] or b"" for token in run)
-        links = []
-        for last, proxies in zip(lasts, encodings, strict=True):
-            drafted = spelled + (draft_bytes[last] or b"")
-            same = drafted == b"".join(target_bytes[token] or b"" for token in proxies)
-            links.append([same] * len(proxies))
-        doubtful = [place for place, proxies in enumerate(encodings) if run and len(proxies) > 1]
-        if doubtful:
-            aligned = self._pair.last_draft_index(
-                [(*run, lasts[place]) for place in doubtful], [encodings[place] for place in doubtful]
-            )
-            for place, last_index in zip(doubtful, aligned, strict=True):
-                links[place] = [
-                    same and index == len(run) for same, index in zip(links[place], last_index, strict=True)
-                ]
-        return links
+        """Which proxy tokens carry their chunk's last draft law: the path links them, and the bytes agree."""
+        chunks = np.empty((len(lasts), len(run) + 1), dtype=np.int32)
+        chunks[:, :-1] = run
+        chunks[:, -1] = lasts
+        chunk_offsets = np.arange(0, chunks.size + 1, len(run) + 1, dtype=np.int32)
+        proxy_ids, proxy_offsets = flatten(encodings)
+        links = self._pair.aligner.links(chunks.ravel(), chunk_offsets, proxy_ids, proxy_offsets).tolist()
+        return [links[start:stop] for start, stop in pairwise(proxy_offsets.tolist())]
 
 
 class BoundaryObserver:
@@ -171,21 +155,16 @@ class BoundaryObserver:
             drafted = self._pair.draft.encode(text)
         except ValueError:
             return  # half characters at an edge, or bytes that the draft cannot write: nothing to learn
-        boundaries = {0}
-        end = 0
-        for data in stretch:
-            end += len(data)
-            boundaries.add(end)
-        ends, end = [], 0
-        for token in drafted:
-            end += len(self._pair.draft.token_bytes[token] or b"")
-            ends.append(end in boundaries)
+        spelled = self._pair.draft.token_bytes
+        target_ends = np.fromiter(accumulate(map(len, stretch)), dtype=np.int64, count=len(stretch))
+        draft_ends = np.fromiter(accumulate(len(spelled[token] or b"") for token in drafted), dtype=np.int64)
+        following = target_ends[np.searchsorted(target_ends, draft_ends).clip(max=len(stretch) - 1)]
         # The last end is where the stretch was cut.
-        self._set.observe(drafted[:-1], ends[:-1])
+        self._set.observe(drafted[:-1], (following == draft_ends)[:-1])
 
 
 def flatten(rows: Sequence[Sequence[int]]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """Rows of ids end to end, int32, and where each begins, int32 [rows + 1]."""
     offsets = np.zeros(len(rows) + 1, dtype=np.int32)
-    np.cumsum([len(row) for row in rows], out=offsets[1:])
-    return np.fromiter((i for row in rows for i in row), dtype=np.int32, count=int(offsets[-1])), offsets
+    np.cumsum(np.fromiter(map(len, rows), dtype=np.int32, count=len(rows)), out=offsets[1:])
+    return np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=int(offsets[-1])), offsets

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Final
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Arm:
-    """One way to draft.
+    """One way to draft; equal to itself only.
 
     Attributes:
         name: for metrics and tables.
@@ -127,7 +127,15 @@ class RequestPolicy:
         arms = self._policy.arms
         if len(arms) == 1:
             return arms[0]
-        return max(arms, key=self._score)
+        doubt = _EXPLORATION * math.sqrt(math.log(2.0 + self._cycles))
+        best, best_score = arms[0], -math.inf
+        for arm, tally in self._tallies.items():
+            weight = _PRIOR_WEIGHT + tally.cycles
+            prior = self._policy.prior_mean(arm, alone=self._alone)
+            score = (prior * _PRIOR_WEIGHT + tally.accepted) / weight + doubt / math.sqrt(weight)
+            if score > best_score:
+                best, best_score = arm, score
+        return best
 
     def observe(self, arm: Arm, accepted: int) -> None:
         """What came of a cycle: ``accepted`` of its proposed tokens. An arm that is no choice here teaches nothing."""
@@ -141,9 +149,3 @@ class RequestPolicy:
                 tally.cycles *= _MEMORY
                 tally.accepted *= _MEMORY
         self._policy.observe(arm, accepted)
-
-    def _score(self, arm: Arm) -> float:
-        tally = self._tallies[arm]
-        weight = _PRIOR_WEIGHT + tally.cycles
-        mean = (self._policy.prior_mean(arm, alone=self._alone) * _PRIOR_WEIGHT + tally.accepted) / weight
-        return mean + _EXPLORATION * math.sqrt(math.log(2.0 + self._cycles) / weight)

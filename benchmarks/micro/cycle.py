@@ -220,10 +220,10 @@ class Server:
 
     def forget_chunks(self) -> None:
         """As if no run had been seen before, nor the target's encoding of any piece of text."""
-        exact = self.mode._exact  # noqa: SLF001
+        exact = self.mode._exact
         if exact is not None:
-            exact.transfer.table._keep_singles_only()  # noqa: SLF001
-        self._pair.target.encoder._known.clear()  # noqa: SLF001
+            exact.transfer.table._keep_singles_only()
+        self._pair.target.encoder._known.clear()
 
     def is_sampling(self) -> bool:
         """Whether most drafts of the last cycle had laws."""

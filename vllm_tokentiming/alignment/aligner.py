@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import Final, NamedTuple, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 
+from vllm_tokentiming.alignment import spelling
 from vllm_tokentiming.alignment.kernel import BAD_INPUT, ByteArray, Int32Array, Int64Array, align_batch, warm_up
+from vllm_tokentiming.alignment.spelling import spell_the_same
 from vllm_tokentiming.errors import ConfigError, VocabularyError
 
 _FIRST_CELLS: Final = 128 * 128
 """Cells of a fresh workspace: vLLM verifies at most 128 proposed tokens a request, so serving hardly ever grows it."""
+
+BoolArray = npt.NDArray[np.bool_]
 
 _INT32: Final = np.dtype(np.int32)
 _INT64: Final = np.dtype(np.int64)
@@ -73,6 +78,7 @@ class Aligner:
         longest_target_token = int(np.diff(target_starts).max(initial=0))
         self._scratch = np.empty(longest_target_token + 1, dtype=np.int32)
         warm_up()
+        spelling.warm_up()
 
     def align(
         self, draft_ids: Int32Array, draft_offsets: Int32Array, proxy_ids: Int32Array, proxy_offsets: Int32Array
@@ -123,6 +129,22 @@ class Aligner:
             self._cells = np.empty(-length, dtype=np.int64)
             return self.align(draft_ids, draft_offsets, proxy_ids, proxy_offsets)
         return Alignment(path[:length], path_offsets, last_draft_index, cost)
+
+    def links(
+        self, draft_ids: Int32Array, draft_offsets: Int32Array, proxy_ids: Int32Array, proxy_offsets: Int32Array
+    ) -> BoolArray:
+        """Which proxy tokens may carry the law of their request's last draft token: bool [M].
+
+        Those that the path links with it, of requests whose draft and proxy tokens spell the same bytes. Arguments and
+        errors as of :meth:`align`.
+        """
+        alignment = self.align(draft_ids, draft_offsets, proxy_ids, proxy_offsets)
+        same = np.empty(len(draft_offsets) - 1, dtype=np.bool_)
+        spell_the_same(*self._tables[:4], draft_ids, draft_offsets, proxy_ids, proxy_offsets, same)
+        lengths = np.diff(proxy_offsets)
+        linked: BoolArray = alignment.last_draft_index == np.repeat(np.diff(draft_offsets) - 1, lengths)
+        linked &= np.repeat(same, lengths)
+        return linked
 
     def _refuse(
         self, draft_ids: Int32Array, draft_offsets: Int32Array, proxy_ids: Int32Array, proxy_offsets: Int32Array

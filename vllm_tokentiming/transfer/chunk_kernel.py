@@ -60,6 +60,45 @@ def pending_after(pending: int, traits: int) -> int:
 _pending_after = _compiled(pending_after)
 
 
+@_compiled
+def count_boundaries(  # noqa: PLR0917 - a compiled function takes no keywords cheaply
+    ids: npt.NDArray[np.int32],
+    is_boundary: npt.NDArray[np.bool_],
+    traits: npt.NDArray[np.uint8],
+    has_bytes: npt.NDArray[np.bool_],
+    seen: npt.NDArray[np.float64],
+    cut: npt.NDArray[np.float64],
+    threshold: float,
+    counted: npt.NDArray[np.int32],
+    new_traits: npt.NDArray[np.uint8],
+) -> tuple[int, bool]:
+    """Count a stretch of text into ``seen`` and ``cut`` (``ExtendableSet.observe``).
+
+    Writes the tokens that counted and their traits from now on, in order.
+
+    Returns:
+        How many counted, and whether any of these traits is new.
+    """
+    number, changed = 0, False
+    pending = 0
+    for place in range(len(ids)):
+        draft_id = ids[place]
+        trait = int(traits[draft_id])
+        pending = _pending_after(pending, trait) if trait > IN_E else 0
+        # An end inside a character says nothing about the token: such an end is extended whatever E says.
+        if pending > 0 or not has_bytes[draft_id]:
+            continue
+        seen[draft_id] += 1.0
+        if not is_boundary[place]:
+            cut[draft_id] += 1.0
+        flag = IN_E if cut[draft_id] > threshold * seen[draft_id] else 0
+        counted[number] = draft_id
+        new_traits[number] = (trait & ~IN_E) | flag
+        changed = changed or new_traits[number] != trait
+        number += 1
+    return number, changed
+
+
 def key_slots(num_keys: int) -> int:
     """Slots of a hash table that is at most half full with ``num_keys`` keys: a power of two."""
     return 1 << max(int(2 * num_keys - 1).bit_length(), 4)
@@ -81,6 +120,18 @@ def insert(keys: npt.NDArray[np.int64], values: npt.NDArray[np.int32], key: int,
         slot = (slot + 1) & mask
     keys[slot] = key
     values[slot] = value
+
+
+@_compiled
+def insert_many(
+    keys: npt.NDArray[np.int64],
+    values: npt.NDArray[np.int32],
+    new_keys: npt.NDArray[np.int64],
+    new_values: npt.NDArray[np.int32],
+) -> None:
+    """:func:`insert` for each of several keys."""
+    for place in range(len(new_keys)):
+        insert(keys, values, new_keys[place], new_values[place])
 
 
 @_compiled

@@ -8,13 +8,14 @@ full.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_tokentiming.errors import ConfigError, VocabularyError
-from vllm_tokentiming.transfer.chunk_kernel import insert, key_slots
+from vllm_tokentiming.transfer.chunk_kernel import insert_many, key_slots
 
 Run = tuple[int, ...]
 
@@ -81,6 +82,8 @@ class ChunkTable:
         self.entry_of_single: npt.NDArray[np.int32] = np.full(draft_vocab_size, -1, dtype=np.int32)
         self.keys: npt.NDArray[np.int64]
         self.entries: npt.NDArray[np.int32]
+        self._num_run_chunks: int
+        self._run_numbers: dict[Run, int]
         self.starts: npt.NDArray[np.int32] = np.zeros(1025, dtype=np.int32)
         self.proxies: npt.NDArray[np.int32] = np.zeros(1024, dtype=np.int32)
         self.linked: npt.NDArray[np.bool_] = np.zeros(1024, dtype=np.bool_)
@@ -114,16 +117,20 @@ class ChunkTable:
             raise VocabularyError(
                 f"{len(lasts)} chunks were asked for; the encoder gave {len(encodings)}, the certifier {len(links)}."
             )
-        number = self.number_of(run)
-        if run and (self._num_run_chunks + len(lasts)) * 2 > len(self.keys):
-            self._rehash(key_slots(self._num_run_chunks + len(lasts)))
-        for last, encoding, flags in zip(lasts, encodings, links, strict=True):
-            entry = self._append(encoding, flags)
-            if run:
-                insert(self.keys, self.entries, number * self.draft_vocab_size + last, entry)
-                self._num_run_chunks += 1
-            else:
-                self.entry_of_single[last] = entry
+        first = self._append(encodings, links)
+        if not run:
+            self.entry_of_single[list(lasts)] = np.arange(first, first + len(lasts))
+            return
+        kept = self._num_run_chunks + len(lasts)
+        if kept * 2 > len(self.keys):
+            self._rehash(key_slots(kept))
+        insert_many(
+            self.keys,
+            self.entries,
+            self.number_of(run) * self.draft_vocab_size + np.array(lasts, dtype=np.int64),
+            np.arange(first, first + len(lasts), dtype=np.int32),
+        )
+        self._num_run_chunks = kept
 
     def make_room(self) -> None:
         """Forget the chunks with a run if they are too many.
@@ -133,41 +140,50 @@ class ChunkTable:
         if self._num_run_chunks >= self._max_run_chunks or len(self._run_numbers) > self._max_run_chunks:
             self._keep_singles_only()
 
+    def warm_up(self) -> None:
+        """Compile what adding chunks takes."""
+        self._rehash(len(self.keys))
+
     def add_singles(self, limit: int | None = None) -> None:
         """Fill the table of single-token chunks (at start-up): of the first ``limit`` draft tokens, or of all."""
         missing = np.flatnonzero(self.entry_of_single[:limit] < 0).tolist()
         if missing:
             self.add((), missing)
 
-    def _append(self, encoding: tuple[int, ...], flags: Sequence[bool]) -> int:
-        if len(flags) != len(encoding):
+    def _append(self, encodings: Sequence[tuple[int, ...]], links: Sequence[Sequence[bool]]) -> int:
+        """Store entries, one after the other; the number of the first."""
+        for encoding, flags in zip(encodings, links, strict=True):
+            if len(flags) != len(encoding):
+                raise VocabularyError(
+                    f"the certifier gave {len(flags)} flags for the {len(encoding)} proxy tokens {encoding}."
+                )
+        stored = np.fromiter(chain.from_iterable(encodings), dtype=np.int64)
+        if len(stored) and not (stored.min() >= 0 and stored.max() < self.target_vocab_size):
             raise VocabularyError(
-                f"the certifier gave {len(flags)} flags for the {len(encoding)} proxy tokens {encoding}."
+                f"the encoder gave ids from {stored.min()} to {stored.max()}; they must be 0 or more and below the "
+                f"target's {self.target_vocab_size}."
             )
-        if encoding and not (min(encoding) >= 0 and max(encoding) < self.target_vocab_size):
-            raise VocabularyError(
-                f"the encoder gave {encoding}; ids must be 0 or more and below the target's {self.target_vocab_size}."
-            )
-        entry, start = self._num_entries, int(self.starts[self._num_entries])
-        stop = start + len(encoding)
-        if entry + 2 > len(self.starts):
-            self.starts = np.resize(self.starts, 2 * len(self.starts))
+        first, start = self._num_entries, int(self.starts[self._num_entries])
+        last, stop = first + len(encodings), start + len(stored)
+        if last + 1 > len(self.starts):
+            self.starts = np.resize(self.starts, max(2 * len(self.starts), last + 1))
         if stop > len(self.proxies):
             size = max(2 * len(self.proxies), stop)
             self.proxies = np.resize(self.proxies, size)
             self.linked = np.resize(self.linked, size)
-        self.proxies[start:stop] = encoding
-        self.linked[start:stop] = flags
-        self.starts[entry + 1] = stop
-        self._num_entries = entry + 1
-        return entry
+        self.proxies[start:stop] = stored
+        self.linked[start:stop] = np.fromiter(chain.from_iterable(links), dtype=np.bool_)
+        np.cumsum(np.fromiter(map(len, encodings), dtype=np.int32), out=self.starts[first + 1 : last + 1])
+        self.starts[first + 1 : last + 1] += start
+        self._num_entries = last
+        return first
 
     def _forget_runs(self) -> None:
         slots = key_slots(min(self._max_run_chunks, 512))
         self.keys = np.full(slots, -1, dtype=np.int64)
         self.entries = np.full(slots, -1, dtype=np.int32)
         self._num_run_chunks = 0
-        self._run_numbers: dict[Run, int] = {(): 0}
+        self._run_numbers = {(): 0}
 
     def _keep_singles_only(self) -> None:
         kept = np.flatnonzero(self.entry_of_single >= 0)
@@ -187,5 +203,5 @@ class ChunkTable:
         keys, entries = self.keys, self.entries
         self.keys = np.full(slots, -1, dtype=np.int64)
         self.entries = np.full(slots, -1, dtype=np.int32)
-        for slot in np.flatnonzero(keys >= 0):
-            insert(self.keys, self.entries, keys[slot], entries[slot])
+        taken = np.flatnonzero(keys >= 0)
+        insert_many(self.keys, self.entries, keys[taken], entries[taken])

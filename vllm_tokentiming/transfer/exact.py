@@ -94,6 +94,7 @@ class ChunkTransfer:
             singles: how many draft tokens to encode, in the order of their ids, which is about that of their frequency;
                 None for all. The others are encoded when a law first names them.
         """
+        self.table.warm_up()
         self.table.add_singles(singles)
         nothing = Extendable.nothing(self.table.draft_vocab_size)
         no_law = np.empty((0, 1))

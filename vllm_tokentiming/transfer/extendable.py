@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_tokentiming.errors import ConfigError
-from vllm_tokentiming.transfer.chunk_kernel import CONTINUATION_SHIFT, IN_E, PENDING_SHIFT, pending_after
+from vllm_tokentiming.transfer.chunk_kernel import CONTINUATION_SHIFT, IN_E, PENDING_SHIFT, count_boundaries
 
 DEFAULT_THRESHOLD: Final = 0.3
 """Extendable above this share of ends that are no target boundary. Below a half: a wrong cut costs all that follows."""
@@ -136,13 +136,13 @@ class ExtendableSet:
                 f"threshold is {threshold} and strength {strength}; required: 0 ≤ threshold ≤ 1, strength > 0."
             )
         self._threshold = threshold
-        self._strength = strength
-        self._expected = prior
-        self._counts: dict[int, tuple[float, float]] = {}
-        """Of the tokens seen: how often, and how often cut, the prior's share included."""
-        self._has_bytes = [bool(data) for data in draft_token_bytes]
+        self._seen: npt.NDArray[np.float64] = np.full(len(prior), strength, dtype=np.float64)
+        self._cut: npt.NDArray[np.float64] = prior * strength
+        """How often each token was seen, and how often cut, the prior's share included."""
+        self._has_bytes: npt.NDArray[np.bool_] = np.array([bool(data) for data in draft_token_bytes], dtype=np.bool_)
         self._prior = Extendable.build(prior > threshold, draft_token_bytes)
         self._current = self._prior
+        self.observe([], [])  # compiles
 
     @property
     def prior(self) -> Extendable:
@@ -156,7 +156,7 @@ class ExtendableSet:
         """E as of now; later observations leave it alone."""
         return self._current
 
-    def observe(self, ids_in_draft_vocab: Sequence[int], is_boundary: Sequence[bool]) -> None:
+    def observe(self, ids_in_draft_vocab: Sequence[int], is_boundary: Sequence[bool] | npt.NDArray[np.bool_]) -> None:
         """Learn from committed text.
 
         Args:
@@ -170,22 +170,20 @@ class ExtendableSet:
             raise ValueError(
                 f"{len(ids_in_draft_vocab)} draft tokens, {len(is_boundary)} boundaries; one is needed for each"
             )
-        traits = self._current.traits.data
-        flipped: dict[int, int] = {}
-        pending = 0
-        for draft_id, boundary in zip(ids_in_draft_vocab, is_boundary, strict=True):
-            trait = traits[draft_id]
-            pending = pending_after(pending, trait) if trait > IN_E else 0
-            # An end inside a character says nothing about the token: such an end is extended whatever E says.
-            if pending or not self._has_bytes[draft_id]:
-                continue
-            seen, cut = self._counts.get(draft_id) or (self._strength, float(self._expected[draft_id]) * self._strength)
-            self._counts[draft_id] = seen, cut = seen + 1.0, cut + (not boundary)
-            flag = IN_E if cut > self._threshold * seen else 0
-            if flag != flipped.get(draft_id, trait & IN_E):
-                flipped[draft_id] = flag
-        if flipped:
-            changed = self._current.traits.copy()
-            for draft_id, flag in flipped.items():
-                changed[draft_id] = (int(changed[draft_id]) & ~IN_E) | flag
-            self._current = Extendable(changed)
+        counted = np.empty(len(ids_in_draft_vocab), dtype=np.int32)
+        traits = np.empty(len(ids_in_draft_vocab), dtype=np.uint8)
+        number, changed = count_boundaries(
+            np.array(ids_in_draft_vocab, dtype=np.int32),
+            np.array(is_boundary, dtype=np.bool_),
+            self._current.traits,
+            self._has_bytes,
+            self._seen,
+            self._cut,
+            self._threshold,
+            counted,
+            traits,
+        )
+        if changed:
+            following = self._current.traits.copy()
+            following[counted[:number]] = traits[:number]  # of a token that stands there twice, the last
+            self._current = Extendable(following)

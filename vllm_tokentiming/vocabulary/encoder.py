@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import random
 import re
 from dataclasses import dataclass
 from typing import Any, Final
@@ -35,6 +36,8 @@ _CACHED_PIECE_BYTES: Final = 64
 _CACHED_PIECES: Final = 1 << 16
 _PIECEWISE_BYTES: Final = 512
 _LARGEST_GAP: Final = 1 << 14
+_WORD: Final = re.compile(" ?[A-Z]?[a-z]+")
+_TRIED_WORDS: Final = 1000
 _BAD_OR_GOOD: Final = re.compile("[\udc80-\udcff]+|[^\udc80-\udcff]+")
 
 
@@ -64,6 +67,7 @@ class ExactEncoder:
         self._known: dict[bytes, Ids] = {}
         self._known_partial: dict[bytes, tuple[Ids, int]] = {}
         self._character_ok: dict[str, bool] = {}
+        self._space_mark: str | None = None
         pre_tokenized = source.kind is TokenizerKind.BYTE_LEVEL and any(
             part["type"] != "ByteLevel" or part.get("use_regex", True)
             for part in components(source.spec.get("pre_tokenizer"))
@@ -73,6 +77,8 @@ class ExactEncoder:
             # It takes text such as "<0x0A>" for the piece of that name; mending that must see the literal whole.
             seams = dataclasses.replace(seams, fine=None)
         self.seams: Seams = seams
+        self._model = source.backend.model
+        self._space_mark = self._find_space_mark(source)
         if self.seams.coarse is None:
             _log.warning("the tokenizer of %s joins words across spaces; text is encoded in longer stretches", name)
 
@@ -92,6 +98,11 @@ class ExactEncoder:
                 f"which lacks a token for it. The text is left out of proposals; nothing needs to be done."
             )
         return ids
+
+    def plain(self, data: bytes) -> Ids | None:
+        """The tokenizer's own ids where they spell ``data`` without any mending, else None."""
+        ids = self._checked(data)
+        return None if ids is None else tuple(ids)
 
     def encode_prefix(self, data: bytes) -> tuple[list[int], int]:
         """Encode as much as the vocabulary can write: the ids, and how many leading bytes of ``data`` they spell."""
@@ -178,7 +189,36 @@ class ExactEncoder:
                 _remember(self._known, piece, ids)
         return ids, unwritable
 
+    def _find_space_mark(self, source: Source) -> str | None:
+        """What the model takes for a space in front of a word, if words can be given to it directly, else None.
+
+        Tried on pairs of this vocabulary's own pieces: that its pre-tokenizer keeps words whole, and that none of them
+        means something else to it.
+        """
+        added = [token["content"] for token in source.spec.get("added_tokens") or () if not token["special"]]
+        if any(content.strip(f" {SPACE_MARK}").isalpha() for content in added):
+            return None  # it would be matched inside of words
+        mark = "\u0120" if source.kind is TokenizerKind.BYTE_LEVEL else SPACE_MARK
+        rng = random.Random(0)  # noqa: S311 - equal on every rank, and nothing secret
+        sample = rng.sample(self._bytes, min(len(self._bytes), 4 * _TRIED_WORDS))
+        heads = [text for data in sample if _WORD.fullmatch(text := data.decode(errors="replace"))]
+        tails = [text for text in heads if text.islower() and text[0] != " "]
+        if not tails:
+            return None
+        for _ in range(_TRIED_WORDS):
+            text = rng.choice(heads) + rng.choice((*rng.choices(tails, k=3), ""))
+            if self._whole_word(text, mark) != self._plain(text):
+                return None
+        return mark
+
+    def _whole_word(self, text: str, mark: str) -> list[int]:
+        word = mark + text[1:] if text[0] == " " else text
+        return [token.id for token in self._model.tokenize(word)]
+
     def _plain(self, text: str) -> list[int]:
+        if self._space_mark is not None and _WORD.fullmatch(text):
+            # The tokenizer's other parts take longer than its model.
+            return self._whole_word(text, self._space_mark)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from vllm_tokentiming.errors import UnencodableTextError
 from vllm_tokentiming.vocabulary.special_tokens import SpecialTokenMap
 from vllm_tokentiming.vocabulary.utf8 import valid_prefix
 from vllm_tokentiming.vocabulary.vocabulary import Vocabulary
+
+_KEPT_PIECES: Final = 1 << 17
 
 
 class ProxyTokenizer:
@@ -22,6 +25,7 @@ class ProxyTokenizer:
         self._draft_bytes = draft.token_bytes
         self._draft_to_target = special_map.draft_to_target
         self._draft_ends = draft.end_ids
+        self._plain_ids: dict[bytes, tuple[int, ...] | None] = {}
 
     def proxy(self, ids_in_draft_vocab: Sequence[int]) -> list[int]:
         """Target ids of a draft: all of its text encoded at once.
@@ -80,6 +84,43 @@ class ProxyTokenizer:
             return (*self._encoder.encode(data), *ending)
         except UnencodableTextError:
             return ()
+
+    def encode_chunks(self, run: tuple[int, ...], lasts: Sequence[int]) -> list[tuple[int, ...]]:
+        """:meth:`encode_chunk` of one run with each of several last tokens.
+
+        Where text can be cut between the two (see ``seams.py``), as before most tokens that begin with a space, the
+        run is encoded once and the last token is known. Else it is cut at the last place within the run, and what is
+        left before the last token has mostly been seen before it already.
+        """
+        encode_chunk = self.encode_chunk
+        table = self._draft_bytes
+        size = len(table)
+        if not run or not all(0 <= token < size and table[token] for token in run):
+            return [encode_chunk(run, last) for last in lasts]
+        spelled = b"".join([table[token] or b"" for token in run])
+        seams, plain = self._encoder.seams, self._plain
+        cut = max(seams.last_coarse(spelled), seams.last_fine(spelled))
+        head, whole, rest = plain(spelled[:cut]), plain(spelled), spelled[cut:]
+        cut_before = seams.after(spelled[-1]) if whole is not None else ()
+        chunks = []
+        for last in lasts:
+            data = table[last] if 0 <= last < size else None
+            # Only what needs no mending: mending looks at more than one side of a cut.
+            left, right = None, None
+            if data:
+                left, right = (whole, plain(data)) if data[0] in cut_before else (head, plain(rest + data))
+            chunks.append(encode_chunk(run, last) if left is None or right is None else left + right)
+        return chunks
+
+    def _plain(self, data: bytes) -> tuple[int, ...] | None:
+        """The target tokenizer's own ids, None where they do not spell ``data``."""
+        try:
+            return self._plain_ids[data]
+        except KeyError:
+            if len(self._plain_ids) >= _KEPT_PIECES:
+                self._plain_ids.clear()
+            plain = self._plain_ids[data] = self._encoder.plain(data)
+            return plain
 
     def _extend(self, proxy_ids: list[int], data: bytes) -> bool:
         """Append the ids of ``data`` as far as it can be proposed; whether that is all of it."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -50,6 +50,7 @@ class Seams:
 
     coarse: re.Pattern[bytes] | None
     fine: re.Pattern[bytes] | None
+    _after: dict[int, frozenset[int]] = field(default_factory=dict, repr=False)
 
     def split(self, data: bytes) -> list[bytes]:
         """The pieces of ``data`` between its coarse seams; joined, they are ``data``."""
@@ -62,6 +63,17 @@ class Seams:
     def last_fine(self, data: bytes) -> int:
         """Offset of the last fine seam, 0 where there is none."""
         return _last(self.fine, data)
+
+    def after(self, byte: int) -> frozenset[int]:
+        """The bytes before which text that ends in ``byte`` can be cut, whatever else it holds."""
+        if byte not in self._after:
+            patterns = [pattern for pattern in (self.coarse, self.fine) if pattern is not None]
+            self._after[byte] = frozenset(
+                following
+                for following in range(256)
+                if any(pattern.match(bytes((byte, following)), 1) for pattern in patterns)
+            )
+        return self._after[byte]
 
 
 def _last(pattern: re.Pattern[bytes] | None, data: bytes) -> int:

@@ -1,0 +1,54 @@
+"""Do a draft's tokens and its proxy tokens spell the same bytes? Compiled, for many pairs in one call; no state."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_tokentiming.alignment.compilation import compile_now, compiled_and_cached
+
+_SIGNATURE: Final = (
+    "void(uint8[::1], int32[::1], uint8[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], boolean[::1])"
+)
+
+
+@compiled_and_cached
+def spell_the_same(  # noqa: PLR0917 -- a compiled function takes no keywords cheaply
+    draft_flat_bytes: npt.NDArray[np.uint8],
+    draft_byte_offsets: npt.NDArray[np.int32],
+    target_flat_bytes: npt.NDArray[np.uint8],
+    target_byte_offsets: npt.NDArray[np.int32],
+    draft_ids: npt.NDArray[np.int32],
+    draft_offsets: npt.NDArray[np.int32],
+    proxy_ids: npt.NDArray[np.int32],
+    proxy_offsets: npt.NDArray[np.int32],
+    same: npt.NDArray[np.bool_],
+) -> None:
+    """Write for each request whether the bytes agree; ids and offsets as of ``Aligner.align``, which checks them."""
+    for request in range(len(same)):
+        proxy, proxy_stop = proxy_offsets[request], proxy_offsets[request + 1]
+        at = stop = 0
+        equal = True
+        for draft_id in draft_ids[draft_offsets[request] : draft_offsets[request + 1]]:
+            for place in range(draft_byte_offsets[draft_id], draft_byte_offsets[draft_id + 1]):
+                while at == stop and proxy < proxy_stop:
+                    at = target_byte_offsets[proxy_ids[proxy]]
+                    stop = target_byte_offsets[proxy_ids[proxy] + 1]
+                    proxy += 1
+                if at == stop or target_flat_bytes[at] != draft_flat_bytes[place]:
+                    equal = False
+                    break
+                at += 1
+            if not equal:
+                break
+        while equal and proxy < proxy_stop:
+            equal = target_byte_offsets[proxy_ids[proxy]] == target_byte_offsets[proxy_ids[proxy] + 1]
+            proxy += 1
+        same[request] = equal and at == stop
+
+
+def warm_up() -> None:
+    """Compile the kernel, or load it from the cache."""
+    compile_now(spell_the_same, _SIGNATURE)
