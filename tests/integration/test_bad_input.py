@@ -1,4 +1,4 @@
-"""What cannot work is refused before anything is loaded; the error says what was found, what is required, the remedy."""
+"""What cannot work is refused before anything is loaded; the error says found, required, remedy."""
 
 from __future__ import annotations
 
