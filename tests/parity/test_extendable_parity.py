@@ -1,4 +1,4 @@
-"""What E learns from committed text, compiled, equals the plain count; boundaries equal those of the two texts' ends."""
+"""What E learns from committed text, compiled, equals the plain count; boundaries are where both texts have an end."""
 
 from __future__ import annotations
 
