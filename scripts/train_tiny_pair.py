@@ -3,11 +3,11 @@
     python scripts/train_tiny_pair.py --out vllm_tokentiming/tiny_pair     # train, save, evaluate
     python scripts/train_tiny_pair.py --out vllm_tokentiming/tiny_pair --evaluate   # evaluate what is there
 
-Last run: Python 3.11.7, torch 2.13, 746 s on one thread of a two-core machine that other work kept busy (load 4 to 8), of
-which target 325 s, distillation 73 s, draft 340 s. Final losses: target 0.58 nats a token, draft 0.70 (of its smaller
-tokens, and on text partly sampled at temperature 1). Acceptance at temperature 0, five draft tokens a
-cycle, prompts about entries never shown: chat 62 %, completion 50 % of the proposed target tokens. Seeds are fixed;
-another Python version has other documentation, and another processor rounds otherwise, so weights differ in detail.
+Last run: Python 3.11.7, torch 2.13, 746 s on one thread of a two-core machine that other work kept busy (load 4 to 8),
+of which target 325 s, distillation 73 s, draft 340 s. Final losses: target 0.58 nats a token, draft 0.70 (of its
+smaller tokens, and on text partly sampled at temperature 1). Acceptance at temperature 0, five draft tokens a cycle,
+prompts about entries never shown: chat 62 %, completion 50 % of the proposed target tokens. Seeds are fixed; another
+Python version has other documentation, and another processor rounds otherwise, so weights differ in detail.
 """
 
 from __future__ import annotations
