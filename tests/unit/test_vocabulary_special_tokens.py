@@ -38,10 +38,11 @@ def test_a_literal_that_is_text_on_one_side_is_not_paired(byte_vocabulary, piece
     assert text not in SpecialTokenMap.build(piece_vocabulary, byte_vocabulary, ()).draft_to_target
 
 
-def test_ends_are_paired_by_role(byte_vocabulary, piece_vocabulary):
+def test_a_drafts_only_end_proposes_the_end_that_the_target_uses(byte_vocabulary, piece_vocabulary):
     target, draft = _ids(byte_vocabulary), _ids(piece_vocabulary)
     special = SpecialTokenMap.build(byte_vocabulary, piece_vocabulary, ())
-    assert special.draft_to_target == {draft["</s>"]: target["<|endoftext|>"]}
+    assert byte_vocabulary.eos_id == target["<|im_end|>"]
+    assert special.draft_to_target == {draft["</s>"]: target["<|im_end|>"]}
     assert special.target_to_draft == {target["<|endoftext|>"]: draft["</s>"], target["<|im_end|>"]: draft["</s>"]}
     assert special.literal(target["<|im_start|>"]) == b"<|im_start|>"
     assert special.literal(10**6) == b""

@@ -97,10 +97,15 @@ def _ends(vocabulary: Vocabulary) -> list[int]:
 
 
 def _end_counterpart(vocabulary: Vocabulary, end: int, other: Vocabulary) -> int | None:
-    """The other vocabulary's end of the same role, or any; its tokenizer's own end first."""
+    """The other vocabulary's end of the same role, or any; its tokenizer's own end first.
+
+    A vocabulary with a single end says with it whatever ends, and the other's own end is what its model says then.
+    """
     ends = _ends(other)
     if not ends:
         return None
+    if other.eos_id in ends and _ends(vocabulary) == [end]:
+        return other.eos_id
     literal = vocabulary.literals.get(end, "")
     for role in (END_OF_TURN, END_OF_TEXT):
         if literal in role:
