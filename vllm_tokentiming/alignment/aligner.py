@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from vllm_tokentiming.alignment import spelling
 from vllm_tokentiming.alignment.kernel import BAD_INPUT, ByteArray, Int32Array, Int64Array, align_batch, warm_up
-from vllm_tokentiming.alignment.spelling import spell_the_same
+from vllm_tokentiming.alignment.spelling import certify_links
 from vllm_tokentiming.errors import ConfigError, VocabularyError
 
 _FIRST_CELLS: Final = 128 * 128
@@ -139,12 +139,10 @@ class Aligner:
         errors as of :meth:`align`.
         """
         alignment = self.align(draft_ids, draft_offsets, proxy_ids, proxy_offsets)
-        same = np.empty(len(draft_offsets) - 1, dtype=np.bool_)
-        spell_the_same(*self._tables[:4], draft_ids, draft_offsets, proxy_ids, proxy_offsets, same)
-        lengths = np.diff(proxy_offsets)
-        linked: BoolArray = alignment.last_draft_index == np.repeat(np.diff(draft_offsets) - 1, lengths)
-        linked &= np.repeat(same, lengths)
-        return linked
+        links = np.empty(len(proxy_ids), dtype=np.bool_)
+        given = (draft_ids, draft_offsets, proxy_ids, proxy_offsets)
+        certify_links(*self._tables[:4], *given, alignment.last_draft_index, links)
+        return links
 
     def _refuse(
         self, draft_ids: Int32Array, draft_offsets: Int32Array, proxy_ids: Int32Array, proxy_offsets: Int32Array

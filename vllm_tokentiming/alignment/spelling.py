@@ -1,4 +1,4 @@
-"""Do a draft's tokens and its proxy tokens spell the same bytes? Compiled, for many pairs in one call; no state."""
+"""Which proxy tokens may carry the law of the last draft token? Compiled, for many chunks in one call; no state."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import numpy.typing as npt
 from vllm_tokentiming.alignment.compilation import compile_now, compiled_and_cached
 
 _SIGNATURE: Final = (
-    "void(uint8[::1], int32[::1], uint8[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], boolean[::1])"
+    "void(uint8[::1], int32[::1], uint8[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], "
+    "boolean[::1])"
 )
 
 
 @compiled_and_cached
-def spell_the_same(  # noqa: PLR0917 -- a compiled function takes no keywords cheaply
+def certify_links(  # noqa: PLR0917 -- a compiled function takes no keywords cheaply
     draft_flat_bytes: npt.NDArray[np.uint8],
     draft_byte_offsets: npt.NDArray[np.int32],
     target_flat_bytes: npt.NDArray[np.uint8],
@@ -24,10 +25,14 @@ def spell_the_same(  # noqa: PLR0917 -- a compiled function takes no keywords ch
     draft_offsets: npt.NDArray[np.int32],
     proxy_ids: npt.NDArray[np.int32],
     proxy_offsets: npt.NDArray[np.int32],
-    same: npt.NDArray[np.bool_],
+    last_draft_index: npt.NDArray[np.int32],
+    links: npt.NDArray[np.bool_],
 ) -> None:
-    """Write for each request whether the bytes agree; ids and offsets as of ``Aligner.align``, which checks them."""
-    for request in range(len(same)):
+    """Write for each proxy token whether the path links it with its request's last draft token, and the bytes agree.
+
+    The arguments before are those of ``Aligner.align``, which has checked them, and its answer.
+    """
+    for request in range(len(draft_offsets) - 1):
         proxy, proxy_stop = proxy_offsets[request], proxy_offsets[request + 1]
         at = stop = 0
         equal = True
@@ -46,9 +51,12 @@ def spell_the_same(  # noqa: PLR0917 -- a compiled function takes no keywords ch
         while equal and proxy < proxy_stop:
             equal = target_byte_offsets[proxy_ids[proxy]] == target_byte_offsets[proxy_ids[proxy] + 1]
             proxy += 1
-        same[request] = equal and at == stop
+        equal = equal and at == stop
+        last = draft_offsets[request + 1] - draft_offsets[request] - 1
+        for place in range(proxy_offsets[request], proxy_offsets[request + 1]):
+            links[place] = equal and last_draft_index[place] == last
 
 
 def warm_up() -> None:
     """Compile the kernel, or load it from the cache."""
-    compile_now(spell_the_same, _SIGNATURE)
+    compile_now(certify_links, _SIGNATURE)
