@@ -131,6 +131,27 @@ def test_equals_the_reference(case, max_run_chunks):
     assert (transfer._slot_of == -1).all(), "scratch was not given back clean"
 
 
+@settings(max_examples=60, deadline=None)
+@given(case=cases())
+def test_proposals_are_the_rows_rounded(case):
+    snapshot = Extendable.build(np.isin(np.arange(len(DRAFT)), list(case["extendable"])), DRAFT)
+    transfer = transfer_for(case["longest_run"], 20)
+    laws = {name: case[name] for name in ("law_ids", "law_probs", "planned_steps", "max_tokens")}
+    exact = transfer.exact_rows(case["drafted"], extendable=snapshot, **laws)
+    proposal = transfer.transfer(case["drafted"], extendable=snapshot, **laws)
+    assert proposal.ids_in_target_vocab == exact.tokens_in_target_vocab.tolist()
+    if proposal.rows is None:
+        assert not proposal.ids_in_target_vocab
+        return
+    # The next cycle must not write into what was handed out.
+    transfer.transfer(
+        [2], extendable=snapshot, law_ids=np.array([[2]]), law_probs=np.ones((1, 1)), planned_steps=1, max_tokens=9
+    )
+    assert proposal.rows.offsets.tolist() == exact.offsets.tolist()
+    assert proposal.rows.ids_in_target_vocab.tolist() == exact.ids_in_target_vocab.tolist()
+    assert proposal.rows.probs.tolist() == exact.probs.astype(np.float32).tolist()
+
+
 def test_bounded_cache_forgets_runs_and_keeps_single_tokens():
     transfer = transfer_for(3, 20)
     transfer.table.add_singles()

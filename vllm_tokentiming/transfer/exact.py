@@ -46,15 +46,6 @@ class ExactRows:
     ids_in_target_vocab: npt.NDArray[np.int32]
     probs: npt.NDArray[np.float64]
 
-    def rounded(self) -> Proposal:
-        """As the rejection sampler takes them. Rounding moves an output law by at most 2⁻²⁴ per token."""
-        if not len(self.tokens_in_target_vocab):
-            return NOTHING
-        rows = SparseRows(
-            offsets=self.offsets, ids_in_target_vocab=self.ids_in_target_vocab, probs=self.probs.astype(np.float32)
-        )
-        return Proposal(ids_in_target_vocab=self.tokens_in_target_vocab.tolist(), rows=rows)
-
 
 class ChunkTransfer:
     """Carries one pair of vocabularies' draft laws over by the chunk rule.
@@ -113,14 +104,24 @@ class ChunkTransfer:
         max_tokens: int,
     ) -> Proposal:
         """Proxy tokens and their rows. Arguments and errors as of :meth:`exact_rows`; float32 at this boundary."""
-        return self.exact_rows(
+        number = self._fill(
             ids_in_draft_vocab,
             law_ids=law_ids,
             law_probs=law_probs,
             extendable=extendable,
             planned_steps=planned_steps,
             max_tokens=max_tokens,
-        ).rounded()
+        )
+        if not number:
+            return NOTHING
+        stored = self._offsets[number]
+        # Rounding moves an output law by at most 2⁻²⁴ per token.
+        rows = SparseRows(
+            offsets=self._offsets[: number + 1].copy(),
+            ids_in_target_vocab=self._ids[:stored].copy(),
+            probs=self._probs[:stored].astype(np.float32),
+        )
+        return Proposal(ids_in_target_vocab=self._tokens[:number].tolist(), rows=rows)
 
     def exact_rows(
         self,
@@ -151,6 +152,33 @@ class ChunkTransfer:
                 is not in its law.
             VocabularyError: the encoder or the certifier answered nonsense.
         """
+        number = self._fill(
+            ids_in_draft_vocab,
+            law_ids=law_ids,
+            law_probs=law_probs,
+            extendable=extendable,
+            planned_steps=planned_steps,
+            max_tokens=max_tokens,
+        )
+        stored = self._offsets[number]
+        return ExactRows(
+            tokens_in_target_vocab=self._tokens[:number].copy(),
+            offsets=self._offsets[: number + 1].copy(),
+            ids_in_target_vocab=self._ids[:stored].copy(),
+            probs=self._probs[:stored].copy(),
+        )
+
+    def _fill(
+        self,
+        ids_in_draft_vocab: Sequence[int],
+        *,
+        law_ids: npt.NDArray[np.int32],
+        law_probs: npt.NDArray[np.float64],
+        extendable: Extendable,
+        planned_steps: int,
+        max_tokens: int,
+    ) -> int:
+        """Write the rows into the scratch arrays; the number of proxy tokens. As :meth:`exact_rows`."""
         count, top_k = len(ids_in_draft_vocab), law_ids.shape[1]
         if not law_ids.shape == law_probs.shape == (count, top_k):
             raise ValueError(f"{count} drafted tokens with laws of shapes {law_ids.shape} and {law_probs.shape}")
@@ -191,13 +219,7 @@ class ChunkTransfer:
             table.add(runs[chunk], self._alive[:number].tolist())
         if outcome != kernel.DONE:
             self._refuse(outcome, runs[chunk], int(chunks[chunk, kernel.LAST]))
-        stored = self._offsets[number]
-        return ExactRows(
-            tokens_in_target_vocab=tokens[:number].copy(),
-            offsets=self._offsets[: number + 1].copy(),
-            ids_in_target_vocab=self._ids[:stored].copy(),
-            probs=self._probs[:stored].copy(),
-        )
+        return number
 
     def _cut(
         self, ids_in_draft_vocab: Sequence[int], extendable: Extendable, planned_steps: int
