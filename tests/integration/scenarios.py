@@ -60,7 +60,7 @@ def counted(llm: Any) -> Iterator[dict[str, dict[str, float]]]:
 
 def _generate(llm: Any, prompts: Any, **parameters: Any) -> list[list[int]]:
     given = [{"prompt_token_ids": p} if isinstance(p, list) else p for p in prompts]
-    parameters = {"temperature": 0, "max_tokens": 48, **parameters}
+    parameters = {"temperature": 0, "max_tokens": 48, "ignore_eos": True, **parameters}
     outputs = llm.generate(given, SamplingParams(**parameters), use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
@@ -98,7 +98,7 @@ def mixed(llm: Any) -> Any:
 
 
 def sampled(llm: Any) -> Any:
-    return _generate(llm, PROMPTS, temperature=1.0, ignore_eos=True)
+    return _generate(llm, PROMPTS, temperature=1.0)
 
 
 def near_the_end(llm: Any) -> Any:
@@ -106,9 +106,7 @@ def near_the_end(llm: Any) -> Any:
     dice = random.Random(5)
     longest = llm.llm_engine.model_config.max_model_len
     lengths = (*range(longest - 9, longest), longest - 30, 4)
-    return _generate(
-        llm, [[dice.randrange(300, 4000) for _ in range(n)] for n in lengths], max_tokens=40, ignore_eos=True
-    )
+    return _generate(llm, [[dice.randrange(300, 4000) for _ in range(n)] for n in lengths], max_tokens=40)
 
 
 def odd_prompts(llm: Any) -> Any:
@@ -131,21 +129,21 @@ def odd_prompts(llm: Any) -> Any:
         [dice.randrange(len(tokenizer)) for _ in range(90)],
     ]
     assert all(isinstance(i, int) for prompt in prompts for i in prompt)
-    return _generate(llm, prompts, max_tokens=24, ignore_eos=True)
+    return _generate(llm, prompts, max_tokens=24)
 
 
 def crowded(llm: Any) -> Any:
     """More tokens than the KV cache holds."""
     dice = random.Random(7)
     prompts = [[dice.randrange(300, 4000) for _ in range(20 + 11 * n)] for n in range(8)]
-    return _generate(llm, prompts, max_tokens=100, ignore_eos=True)
+    return _generate(llm, prompts, max_tokens=100)
 
 
 def structured(llm: Any) -> Any:
     """Regex, JSON and choice at temperature 1, beside a request without a grammar."""
     outputs = {}
     kinds = {"regex": {"regex": REGEX}, "json": {"json": SCHEMA}, "choice": {"choice": ["alpha", "beta"]}}
-    prompts, parameters = [PROMPTS[0]], [SamplingParams(temperature=0, max_tokens=48)]
+    prompts, parameters = [PROMPTS[0]], [SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)]
     for given in kinds.values():
         grammar = StructuredOutputsParams(**given)
         for seed in (None, 3):
@@ -169,7 +167,7 @@ def _step_until_done(llm: Any) -> dict[str, list[int]]:
 def abort_and_reuse(llm: Any) -> Any:
     """An id is aborted in the middle and comes back at once with another prompt; what is kept is looked at."""
     engine, ours = llm.llm_engine, drafter(llm)
-    greedy_48 = SamplingParams(temperature=0, max_tokens=48)
+    greedy_48 = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     engine.add_request("same", PROMPTS[3], greedy_48)
     engine.add_request("other", PROMPTS[0], greedy_48)
     for _ in range(5):
