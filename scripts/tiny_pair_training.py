@@ -121,7 +121,7 @@ def train(model: LlamaForCausalLM, streams: Sequence[np.ndarray], schedule: Sche
         batch = next(long if step >= long_from else short)
         logits = quick(batch[:, :-1], use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         for master, copied in zip(masters, copies, strict=True):
             if copied.grad is None:
                 raise RuntimeError(f"found a weight of {name} without a gradient; every weight must take part")
