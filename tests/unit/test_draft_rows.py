@@ -34,9 +34,12 @@ def gather_as_vllm_does(rows, num_draft_tokens):
     return torch.cat(parts, dim=0).contiguous()
 
 
-@pytest.fixture
-def draft_rows() -> DraftRows:
-    return DraftRows(vocab_size=VOCAB, device=torch.device("cpu"), max_rows=8)
+@pytest.fixture(params=["numpy", "torch"])
+def draft_rows(request) -> DraftRows:
+    """The two ways to write: the CPU's, and that of devices, which works on the CPU too."""
+    rows = DraftRows(vocab_size=VOCAB, device=torch.device("cpu"), max_rows=8)
+    rows._through_numpy = request.param == "numpy"
+    return rows
 
 
 def test_without_rows_there_is_nothing_to_hand_over(draft_rows):

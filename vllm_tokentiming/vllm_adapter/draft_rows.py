@@ -54,6 +54,7 @@ class DraftRows:
         self._vocab_size = vocab_size
         self._device = device
         self.capacity = max(1, min(max_rows, max_bytes // (4 * vocab_size)))
+        self._through_numpy = device.type == "cpu"
         self._buffer: torch.Tensor | None = None
         self._written: npt.NDArray[np.int64] | None = None
         self._written_on_device: torch.Tensor | None = None
@@ -89,13 +90,13 @@ class DraftRows:
         lengths = np.concatenate([each[1:] - each[:-1] for each in offsets])
         where = np.repeat(np.arange(len(lengths), dtype=np.int64) * self._vocab_size, lengths)
         where += np.concatenate(ids)
-        return RaggedRows(self._write(where, np.concatenate(probs)), starts, counts)
+        return RaggedRows(self._write(where, np.concatenate(probs)), starts[:-1], counts)
 
     def _write(self, where: npt.NDArray[np.int64], values: npt.NDArray[np.float32]) -> torch.Tensor:
         """Put values at places of the flat buffer, in place of those of the last cycle."""
         if self._buffer is None:
             self._buffer = torch.zeros(self.capacity, self._vocab_size, dtype=torch.float32, device=self._device)
-        if self._device.type == "cpu":
+        if self._through_numpy:
             # Through numpy: PyTorch's index_put_ costs ten times as much for so few values.
             flat = self._buffer.view(-1).numpy()
             if self._written is not None:
