@@ -50,7 +50,7 @@ def test_the_drafts_end_is_the_targets_end_and_the_last(pair):
     target, draft, tokenizer = pair
     end = _literal_ids(draft)["</s>"]
     proxy = tokenizer.proxy([*draft.encode(b"fox"), end, *draft.encode(b" dog")])
-    assert proxy == [*target.encode(b"fox"), _literal_ids(target)["<|endoftext|>"]]
+    assert proxy == [*target.encode(b"fox"), _literal_ids(target)["<|im_end|>"]]
 
 
 def test_a_special_token_without_counterpart_cuts(pair):
@@ -92,7 +92,7 @@ def test_chunks(pair):
     end, unknown = _literal_ids(draft)["</s>"], _literal_ids(draft)["<unk>"]
     half = draft.encoder._byte_ids[0xE4]
     assert tokenizer.encode_chunk(tuple(run), last) == tuple(target.encode(b" quick"))
-    assert tokenizer.encode_chunk((), end) == (_literal_ids(target)["<|endoftext|>"],)
+    assert tokenizer.encode_chunk((), end) == (_literal_ids(target)["<|im_end|>"],)
     assert tokenizer.encode_chunk((last,), end)[-1] == _literal_ids(target)["<|endoftext|>"]
     assert tokenizer.encode_chunk((last,), unknown) == ()
     assert tokenizer.encode_chunk((end,), last) == ()
