@@ -93,7 +93,7 @@ def test_chunks(pair):
     half = draft.encoder._byte_ids[0xE4]
     assert tokenizer.encode_chunk(tuple(run), last) == tuple(target.encode(b" quick"))
     assert tokenizer.encode_chunk((), end) == (_literal_ids(target)["<|im_end|>"],)
-    assert tokenizer.encode_chunk((last,), end)[-1] == _literal_ids(target)["<|endoftext|>"]
+    assert tokenizer.encode_chunk((last,), end)[-1] == _literal_ids(target)["<|im_end|>"]
     assert tokenizer.encode_chunk((last,), unknown) == ()
     assert tokenizer.encode_chunk((end,), last) == ()
     assert tokenizer.encode_chunk((unknown,), last) == ()
