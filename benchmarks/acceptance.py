@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.prompts import FIVE_TASKS, load_prompts
-from benchmarks.provenance import provenance
+from benchmarks.provenance import provenance, without_folders
 
 FORMAT = 1
 
@@ -133,7 +133,7 @@ def main() -> None:
         "format": FORMAT,
         "kind": "acceptance",
         "provenance": provenance(),
-        "settings": {**vars(arguments), "prompts": arguments.prompts.name, "output": arguments.output.name},
+        "settings": without_folders(vars(arguments)),
         "records": [],
     }
     arguments.output.parent.mkdir(parents=True, exist_ok=True)

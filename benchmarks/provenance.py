@@ -35,6 +35,17 @@ def provenance() -> dict[str, Any]:
     }
 
 
+def without_folders(value: Any) -> Any:
+    """The same JSON-like value with each path cut to its last part: what a model is called, not where it lies here."""
+    if isinstance(value, dict):
+        return {key: without_folders(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_folders(item) for item in value]
+    if isinstance(value, Path) or (isinstance(value, str) and Path(value).is_absolute()):
+        return Path(value).name
+    return value
+
+
 def _run(*command: str) -> str | None:
     try:
         done = subprocess.run(

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.prompts import FIVE_TASKS, Prompt, load_prompts
-from benchmarks.provenance import provenance
+from benchmarks.provenance import provenance, without_folders
 from benchmarks.systems import System, parse_system
 
 FORMAT = 1
@@ -153,8 +153,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "format": FORMAT,
         "kind": "end_to_end",
         "provenance": provenance(),
-        "settings": {**vars(arguments), "prompts": arguments.prompts.name, "output": arguments.output.name, **shared},
-        "systems": [{**dataclasses.asdict(e.system), "start_seconds": e.start_seconds} for e in engines],
+        "settings": without_folders({**vars(arguments), **shared}),
+        "systems": [
+            {**without_folders(dataclasses.asdict(e.system)), "start_seconds": e.start_seconds} for e in engines
+        ],
         "records": records,
     }
 
