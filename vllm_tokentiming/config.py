@@ -58,7 +58,7 @@ class TokenTimingConfig:
     )
     window_radius: int = _option(8, "Sakoe-Chiba radius of the alignment, cells (paper: 8 is best)")
     transfer: TransferMode = _option(
-        "exact",
+        "point_mass",
         "how draft probabilities reach the rejection sampler; all but paper are lossless (docs/losslessness.md)",
     )
     extendable: ExtendableMode = _option(

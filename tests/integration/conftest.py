@@ -50,7 +50,7 @@ def jobs() -> list[dict[str, Any]]:
         job("none", {}, *COMMON, "crowded"),
         job(
             "exact",
-            {**speculative(), **COMPACT},
+            {**speculative(transfer="exact"), **COMPACT},
             *COMMON,
             "greedy_one_by_one",
             "structured",
@@ -62,8 +62,8 @@ def jobs() -> list[dict[str, Any]]:
         job("tli", {**speculative(transfer="tli"), **COMPACT}, "greedy", "mixed", "structured"),
         job("slem", speculative(transfer="slem"), "greedy", "mixed"),
         job("paper", speculative(transfer="paper", allow_lossy=True), "greedy", "sampled"),
-        job("transformers", plain_form(engine="transformers"), *COMMON),
-        job("crowded", {**speculative(), **SMALL_CACHE}, "crowded"),
+        job("transformers", plain_form(engine="transformers", transfer="exact"), *COMMON),
+        job("crowded", {**speculative(transfer="exact"), **SMALL_CACHE}, "crowded"),
     ]
 
 

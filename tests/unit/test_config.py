@@ -41,7 +41,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "draft_enforce_eager": None,
         "num_draft_tokens": None,
         "window_radius": 8,
-        "transfer": "exact",
+        "transfer": "point_mass",
         "extendable": "online",
         "longest_run": 3,
         "allow_lossy": False,
