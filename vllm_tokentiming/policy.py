@@ -34,11 +34,6 @@ class Arm:
         if not 0.0 <= self.sharpening < math.inf:
             raise ValueError(f"sharpening is {self.sharpening}; it must be 0 or more")
 
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the draft takes its likeliest token, so that rows are point masses."""
-        return self.sharpening == 0.0
-
 
 GREEDY: Final = Arm(name="greedy", sharpening=0.0)
 FORCED: Final = Arm(name="forced", sharpening=0.0)

@@ -74,11 +74,6 @@ class ProposalMode:
             self._nothing = Extendable.nothing(pair.draft.model_vocab_size)
             self._with_laws = self._tli_proposal
 
-    @property
-    def policy(self) -> Policy:
-        """What the server's requests learned."""
-        return self._policy
-
     def shared_tokens(self) -> npt.NDArray[np.bool_]:
         """Bool [draft vocabulary]: tokens that the target has too, for an engine that must draft nothing else."""
         return self._pair.shared_tokens() >= 0
