@@ -7,7 +7,7 @@ use and are bounded.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 from typing import Final
 
 import numpy as np
@@ -101,17 +101,10 @@ class ExactPair:
         """Watches one request's committed text for E; None where E does not learn."""
         return BoundaryObserver(self._pair, self._extendable) if self._learn else None
 
-    def _certify(
-        self, run: tuple[int, ...], lasts: Sequence[int], encodings: Sequence[tuple[int, ...]]
-    ) -> list[list[bool]]:
+    def _certify(self, chunks: Sequence[tuple[int, ...]], encodings: Sequence[tuple[int, ...]]) -> Sequence[bool]:
         """Which proxy tokens carry their chunk's last draft law: the path links them, and the bytes agree."""
-        chunks = np.empty((len(lasts), len(run) + 1), dtype=np.int32)
-        chunks[:, :-1] = run
-        chunks[:, -1] = lasts
-        chunk_offsets = np.arange(0, chunks.size + 1, len(run) + 1, dtype=np.int32)
-        proxy_ids, proxy_offsets = flatten(encodings)
-        links = self._pair.aligner.links(chunks.ravel(), chunk_offsets, proxy_ids, proxy_offsets).tolist()
-        return [links[start:stop] for start, stop in pairwise(proxy_offsets.tolist())]
+        links: list[bool] = self._pair.aligner.links(*flatten(chunks), *flatten(encodings)).tolist()
+        return links
 
 
 class BoundaryObserver:

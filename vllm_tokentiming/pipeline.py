@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from vllm_tokentiming.metrics import Metrics
 from vllm_tokentiming.pair import BoundaryObserver
 from vllm_tokentiming.policy import Arm, RequestPolicy
 from vllm_tokentiming.proposal_modes import ProposalMode
-from vllm_tokentiming.transfer.interface import NOTHING, Proposal
+from vllm_tokentiming.transfer.interface import Draft, Proposals
 from vllm_tokentiming.vocabulary import DraftContext
 
 
@@ -108,7 +109,7 @@ class Pipeline:
         self._states.pop(request_id, None)
         self._engine.release(request_id)
 
-    def propose(self, requests: Sequence[TargetRequest | None], *, allow_rows: bool = True) -> list[Proposal]:
+    def propose(self, requests: Sequence[TargetRequest | None], *, allow_rows: bool = True) -> Proposals:
         """Propose for each request, in order.
 
         Args:
@@ -116,23 +117,34 @@ class Pipeline:
             allow_rows: False where rows would not fit the buffer: every proposal is then a point mass. Known before
                 anything is drawn, because dropping rows by what came out would look at drawn values.
         """
-        proposals = [NOTHING] * len(requests)
+        nothing = Proposals([[] for _ in requests])
         begun = time.perf_counter()
         candidates = self._candidates(requests, allow_rows=allow_rows)
         self._metrics.spent("context", time.perf_counter() - begun)
         if not candidates:
-            return proposals
+            return nothing
         begun = time.perf_counter()
         drafted = self._draft_all(candidates)
         self._metrics.spent("draft", time.perf_counter() - begun)
         if drafted is None:
-            return proposals
+            return nothing
         begun = time.perf_counter()
+        drafts = [_NO_DRAFT] * len(requests)
         for candidate, tokens in zip(candidates, drafted, strict=True):
             if tokens.reason is not None:
                 self._metrics.silent(tokens.reason.value)
             if tokens.ids_in_draft_vocab:
-                proposals[candidate.index] = self._proposal(candidate, tokens)
+                request = candidate.request
+                drafts[candidate.index] = Draft(
+                    tokens.ids_in_draft_vocab,
+                    tokens.law_ids,
+                    tokens.law_probs,
+                    planned_steps=self._num_draft_tokens,
+                    max_tokens=request.max_proposal,
+                    alone=request.seed is not None,
+                )
+        proposals = self._proposals(drafts)
+        self._remember(candidates, drafts, proposals)
         self._metrics.spent("proposal", time.perf_counter() - begun)
         return proposals
 
@@ -240,23 +252,30 @@ class Pipeline:
             candidate.state.num_stable = len(candidate.state.context.ids)
         return drafted
 
-    def _proposal(self, candidate: _Candidate, drafted: DraftedTokens) -> Proposal:
-        request, state = candidate.request, candidate.state
+    def _proposals(self, drafts: list[Draft]) -> Proposals:
+        """Proposals of all drafts; those that cannot become one are taken out of ``drafts``."""
         try:
-            proposal = self._mode.proposal(
-                drafted,
-                planned_steps=self._num_draft_tokens,
-                max_tokens=request.max_proposal,
-                alone=request.seed is not None,
-            )
+            return self._mode.proposals(drafts)
         except Exception:  # noqa: BLE001 - one request's text must not stop the batch
-            self._metrics.silent("proposal_failed")
-            self._metrics.warn_once("proposal_failed", "a draft could not be made a proposal", exc_info=True)
-            return NOTHING
-        count = len(proposal.ids_in_target_vocab)
-        if not count:
-            self._metrics.silent("no_proxy_tokens")
-        else:
-            self._metrics.proposed(draft_tokens=len(drafted.ids_in_draft_vocab), proxy_tokens=count)
-            state.proposed, state.arm = count, candidate.arm
-        return proposal
+            for index, draft in enumerate(drafts):
+                try:
+                    self._mode.proposals([draft])
+                except Exception:  # noqa: BLE001 - likewise
+                    drafts[index] = _NO_DRAFT
+                    self._metrics.silent("proposal_failed")
+                    self._metrics.warn_once("proposal_failed", "a draft could not be made a proposal", exc_info=True)
+            return self._mode.proposals(drafts)
+
+    def _remember(self, candidates: Sequence[_Candidate], drafts: Sequence[Draft], proposals: Proposals) -> None:
+        """Count proposals, and keep what the next commit of each request will tell about."""
+        for candidate in candidates:
+            drafted = len(drafts[candidate.index].ids_in_draft_vocab)
+            count = len(proposals.ids_in_target_vocab[candidate.index])
+            if count:
+                self._metrics.proposed(draft_tokens=drafted, proxy_tokens=count)
+                candidate.state.proposed, candidate.state.arm = count, candidate.arm
+            elif drafted:
+                self._metrics.silent("no_proxy_tokens")
+
+
+_NO_DRAFT: Final = Draft([], None, None, planned_steps=0, max_tokens=0)

@@ -6,36 +6,23 @@ in the arms that a request may choose from, and in what makes rows out of a samp
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_tokentiming.config import TokenTimingConfig
-from vllm_tokentiming.engine.interface import DraftedTokens, DraftSampling
+from vllm_tokentiming.engine.interface import DraftSampling
 from vllm_tokentiming.pair import BoundaryObserver, ExactPair, Pair
 from vllm_tokentiming.policy import ARMS, FORCED, GREEDY, Arm, Policy, RequestPolicy
-from vllm_tokentiming.transfer.exact import ChunkTransfer
 from vllm_tokentiming.transfer.extendable import Extendable
-from vllm_tokentiming.transfer.interface import NOTHING, Proposal
-from vllm_tokentiming.transfer.paper import paper_rows
+from vllm_tokentiming.transfer.interface import Draft, Proposals, SparseRows
+from vllm_tokentiming.transfer.paper import paper_scalars
 from vllm_tokentiming.transfer.special_cases import tli_transfer
 from vllm_tokentiming.vocabulary import DraftContext
 
 _FIXED = Arm(name="fixed", sharpening=1.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _SampledDraft:
-    """A draft with the laws that it was drawn from, and what was known before; see :meth:`ProposalMode.proposal`."""
-
-    ids_in_draft_vocab: list[int]
-    law_ids: npt.NDArray[np.int32]
-    law_probs: npt.NDArray[np.float64]
-    planned_steps: int
-    max_tokens: int
-    alone: bool
 
 
 class ProposalMode:
@@ -53,7 +40,7 @@ class ProposalMode:
         self.restricts_draft = options.transfer == "tli"
         self._policy = Policy(_arms(options))
         self._exact: ExactPair | None = None
-        self._with_laws: Callable[[_SampledDraft], Proposal] | None = None
+        self._with_laws: Callable[[Sequence[Draft], list[list[int] | None]], Proposals] | None = None
         if options.transfer == "exact":
             self._exact = ExactPair(
                 pair,
@@ -61,9 +48,9 @@ class ProposalMode:
                 learn=options.extendable == "online",
                 extend=options.extendable != "off",
             )
-            self._with_laws = self._exact_proposal
+            self._with_laws = self._exact_proposals
         elif options.transfer == "paper":
-            self._with_laws = self._paper_proposal
+            self._with_laws = self._paper_proposals
         elif options.transfer == "tli":
             self._target_of_draft = pair.shared_tokens()
             self._tli = tli_transfer(
@@ -72,7 +59,7 @@ class ProposalMode:
                 end_ids_in_draft_vocab=pair.draft.end_ids,
             )
             self._nothing = Extendable.nothing(pair.draft.model_vocab_size)
-            self._with_laws = self._tli_proposal
+            self._with_laws = self._tli_proposals
 
     def shared_tokens(self) -> npt.NDArray[np.bool_]:
         """Bool [draft vocabulary]: tokens that the target has too, for an engine that must draft nothing else."""
@@ -106,73 +93,66 @@ class ProposalMode:
             return None
         return DraftSampling(temperature=temperature, top_k=self._top_k, seed=seed, shared_only=self.restricts_draft)
 
-    def proposal(self, drafted: DraftedTokens, *, planned_steps: int, max_tokens: int, alone: bool) -> Proposal:
-        """Proxy tokens and rows of one draft.
+    def proposals(self, drafts: Sequence[Draft]) -> Proposals:
+        """Proxy tokens and rows of a batch of drafts; a draft without tokens gets none.
 
-        Args:
-            drafted: from the engine.
-            planned_steps: how many tokens were to be drafted, as known before any was drawn.
-            max_tokens: proxy tokens wanted at most.
-            alone: the rows must not depend on other requests.
+        Raises:
+            ValueError, VocabularyError: a draft cannot be made a proposal.
         """
-        if drafted.law_ids is not None and drafted.law_probs is not None and self._with_laws is not None:
-            draft = _SampledDraft(
-                ids_in_draft_vocab=drafted.ids_in_draft_vocab,
-                law_ids=drafted.law_ids,
-                law_probs=drafted.law_probs,
-                planned_steps=planned_steps,
-                max_tokens=max_tokens,
-                alone=alone,
-            )
-            return self._with_laws(draft)
+        with_laws = self._with_laws
+        given = [None if with_laws and draft.law_ids is not None else self._re_tokenised(draft) for draft in drafts]
+        if with_laws is not None and None in given:
+            return with_laws(drafts, given)
+        return Proposals([proxy or [] for proxy in given])
+
+    def _re_tokenised(self, draft: Draft) -> list[int]:
         if self.restricts_draft:
-            return self._shared_prefix(drafted, max_tokens=max_tokens)
-        proxy = self._pair.proxy_tokenizer.proxy(drafted.ids_in_draft_vocab)[:max_tokens]
-        return Proposal(ids_in_target_vocab=proxy) if proxy else NOTHING
+            return self._shared_prefix(draft)
+        return self._pair.proxy_tokenizer.proxy(draft.ids_in_draft_vocab)[: draft.max_tokens]
 
-    def _exact_proposal(self, draft: _SampledDraft) -> Proposal:
+    def _exact_proposals(self, drafts: Sequence[Draft], given: list[list[int] | None]) -> Proposals:
         assert self._exact is not None
-        return _by_chunks(self._exact.transfer, draft, self._exact.extendable(alone=draft.alone))
-
-    def _tli_proposal(self, draft: _SampledDraft) -> Proposal:
-        return _by_chunks(self._tli, draft, self._nothing)
-
-    def _paper_proposal(self, draft: _SampledDraft) -> Proposal:
-        proxy = self._pair.proxy_tokenizer.proxy(draft.ids_in_draft_vocab)
-        if not proxy:
-            return NOTHING
-        # Aligned whole and cut after: the last token kept is not the last one drafted.
-        (last_draft_index,) = self._pair.last_draft_index([draft.ids_in_draft_vocab], [proxy])
-        rows = paper_rows(
-            ids_in_draft_vocab=draft.ids_in_draft_vocab,
-            law_ids=draft.law_ids,
-            law_probs=draft.law_probs,
-            ids_in_target_vocab=proxy[: draft.max_tokens],
-            last_draft_index=last_draft_index[: draft.max_tokens],
+        return self._exact.transfer.transfer(
+            drafts,
+            given,
+            extendable=self._exact.extendable(alone=False),
+            extendable_alone=self._exact.extendable(alone=True),
         )
-        return Proposal(ids_in_target_vocab=proxy[: draft.max_tokens], rows=rows)
 
-    def _shared_prefix(self, drafted: DraftedTokens, *, max_tokens: int) -> Proposal:
+    def _tli_proposals(self, drafts: Sequence[Draft], given: list[list[int] | None]) -> Proposals:
+        return self._tli.transfer(drafts, given, extendable=self._nothing)
+
+    def _paper_proposals(self, drafts: Sequence[Draft], given: list[list[int] | None]) -> Proposals:
+        del given
+        # Aligned whole and cut after: the last token kept is not the last one drafted.
+        proxies = [self._pair.proxy_tokenizer.proxy(draft.ids_in_draft_vocab) for draft in drafts]
+        last_draft_index = self._pair.last_draft_index([draft.ids_in_draft_vocab for draft in drafts], proxies)
+        kept = [proxy[: draft.max_tokens] for draft, proxy in zip(drafts, proxies, strict=True)]
+        scalars = [
+            paper_scalars(
+                ids_in_draft_vocab=draft.ids_in_draft_vocab,
+                law_ids=draft.law_ids,
+                law_probs=draft.law_probs,
+                ids_in_target_vocab=proxy,
+                last_draft_index=last[: len(proxy)],
+            )
+            for draft, proxy, last in zip(drafts, kept, last_draft_index, strict=True)
+        ]
+        rows = SparseRows.at_tokens(
+            list(chain.from_iterable(kept)), np.concatenate(scalars), self._pair.target.model_vocab_size
+        )
+        return Proposals(kept, rows)
+
+    def _shared_prefix(self, draft: Draft) -> list[int]:
         proxy: list[int] = []
-        for draft_id in drafted.ids_in_draft_vocab[:max_tokens]:
+        for draft_id in draft.ids_in_draft_vocab[: draft.max_tokens]:
             target_id = int(self._target_of_draft[draft_id])
             if target_id < 0:
                 break
             proxy.append(target_id)
             if draft_id in self._pair.draft.end_ids:
                 break
-        return Proposal(ids_in_target_vocab=proxy) if proxy else NOTHING
-
-
-def _by_chunks(transfer: ChunkTransfer, draft: _SampledDraft, extendable: Extendable) -> Proposal:
-    return transfer.transfer(
-        draft.ids_in_draft_vocab,
-        law_ids=draft.law_ids,
-        law_probs=draft.law_probs,
-        extendable=extendable,
-        planned_steps=draft.planned_steps,
-        max_tokens=draft.max_tokens,
-    )
+        return proxy
 
 
 def _arms(options: TokenTimingConfig) -> tuple[Arm, ...]:

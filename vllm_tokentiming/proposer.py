@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_tokentiming.pipeline import Pipeline
-    from vllm_tokentiming.transfer.interface import Proposal
+    from vllm_tokentiming.transfer.interface import Proposals
 
 logger = logging.getLogger(__name__)
 
@@ -122,9 +122,9 @@ class TokenTimingProposer:
             return nothing
         finally:
             self._metrics.end_cycle()
-        return [proposal.ids_in_target_vocab for proposal in proposals]
+        return proposals.ids_in_target_vocab
 
-    def _fill_rows(self, proposals: Sequence[Proposal]) -> RaggedRows | None:
+    def _fill_rows(self, proposals: Proposals) -> RaggedRows | None:
         begun = time.perf_counter()
         rows = self._draft_rows.fill(proposals)
         self._metrics.spent("rows", time.perf_counter() - begun)

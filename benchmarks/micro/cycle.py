@@ -192,7 +192,7 @@ class Server:
         self._rows.fill(proposals)
         self.metrics.spent("rows", time.perf_counter() - began)
         self.metrics.end_cycle()
-        return [proposal.ids_in_target_vocab for proposal in proposals]
+        return proposals.ids_in_target_vocab
 
     def cycle(self) -> tuple[float, dict[str, float]]:
         """One cycle: its cost without the engine's, and that of its stages by the wall clock; seconds per request."""

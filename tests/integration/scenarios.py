@@ -262,7 +262,7 @@ def break_proposal(llm: Any) -> Any:
     ours = drafter(llm)
     mode = ours._pipeline._mode
     with (
-        _replaced(mode, "proposal", _on_calls(mode.proposal, {2, 5}, _fail)),
+        _replaced(mode, "proposals", _on_calls(mode.proposals, {2, 3, 6}, _fail)),
         _replaced(ours._reader, "read", _on_calls(ours._reader.read, {6}, _fail)),
     ):
         return greedy(llm)

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference.chunk_rule import chunk_rule
-from reference.toy_rules import noise, rows_of
+from reference.toy_rules import flags_by, noise, rows_of
 
-from vllm_tokentiming.transfer import exact as exact_module
+from vllm_tokentiming.transfer import chunk_kernel as kernel
 from vllm_tokentiming.transfer.chunks import ChunkTable
 from vllm_tokentiming.transfer.exact import ChunkTransfer
 from vllm_tokentiming.transfer.extendable import Extendable
+from vllm_tokentiming.transfer.interface import Draft
 
 # Specials, whole characters, and every way in which a token can begin or end inside one.
 DRAFT = (
@@ -76,13 +77,15 @@ def transfer_for(longest_run, max_run_chunks):
             draft_vocab_size=len(DRAFT),
             target_vocab_size=TARGET_SIZE,
             encode=lambda run, lasts: [encode(run, d) for d in lasts],
-            certify=lambda run, lasts, encodings: [
-                [linked(run, d, j) for j in range(len(e))] for d, e in zip(lasts, encodings, strict=True)
-            ],
+            certify=lambda chunks, encodings: flags_by(linked, chunks, encodings),
             max_run_chunks=max_run_chunks,
         )
         TRANSFERS[key] = ChunkTransfer(table, end_ids_in_draft_vocab=ENDS, longest_run=longest_run)
     return TRANSFERS[key]
+
+
+def draft_of(case):
+    return Draft(case["drafted"], case["law_ids"], case["law_probs"], case["planned_steps"], case["max_tokens"])
 
 
 @pytest.mark.parametrize("max_run_chunks", [1, 20, 1 << 16])
@@ -102,16 +105,7 @@ def transfer_for(longest_run, max_run_chunks):
 def test_equals_the_reference(case, max_run_chunks):
     snapshot = Extendable.build(np.isin(np.arange(len(DRAFT)), list(case["extendable"])), DRAFT)
     transfer = transfer_for(case["longest_run"], max_run_chunks)
-    got = rows_of(
-        transfer.exact_rows(
-            case["drafted"],
-            law_ids=case["law_ids"],
-            law_probs=case["law_probs"],
-            extendable=snapshot,
-            planned_steps=case["planned_steps"],
-            max_tokens=case["max_tokens"],
-        )
-    )
+    got = rows_of(transfer.exact_rows(draft_of(case), snapshot))
     expected = chunk_rule(
         case["drafted"],
         [law(i, p) for i, p in zip(case["law_ids"], case["law_probs"], strict=True)],
@@ -128,55 +122,55 @@ def test_equals_the_reference(case, max_run_chunks):
     for (_, row), (_, wanted) in zip(got, expected, strict=True):
         assert row == pytest.approx(wanted, rel=1e-12, abs=0)
         assert sum(row.values()) == pytest.approx(1.0, abs=1e-14)
-    assert (transfer._slot_of == -1).all(), "scratch was not given back clean"
 
 
-@settings(max_examples=60, deadline=None)
-@given(case=cases())
-def test_proposals_are_the_rows_rounded(case):
-    snapshot = Extendable.build(np.isin(np.arange(len(DRAFT)), list(case["extendable"])), DRAFT)
-    transfer = transfer_for(case["longest_run"], 20)
-    laws = {name: case[name] for name in ("law_ids", "law_probs", "planned_steps", "max_tokens")}
-    exact = transfer.exact_rows(case["drafted"], extendable=snapshot, **laws)
-    proposal = transfer.transfer(case["drafted"], extendable=snapshot, **laws)
-    assert proposal.ids_in_target_vocab == exact.tokens_in_target_vocab.tolist()
-    if proposal.rows is None:
-        assert not proposal.ids_in_target_vocab
-        return
+@settings(max_examples=100, deadline=None)
+@given(
+    batch=st.lists(st.one_of(cases(), st.lists(st.integers(0, TARGET_SIZE - 1), max_size=3)), max_size=5),
+    extendable=st.sets(st.integers(0, len(DRAFT) - 1)),
+    max_run_chunks=st.sampled_from([1, 20, 1 << 16]),
+)
+def test_a_batch_is_its_drafts_one_by_one_rounded(batch, extendable, max_run_chunks):
+    """Drafts with laws of several widths, beside proxy tokens that are given; cold and warm."""
+    snapshot = Extendable.build(np.isin(np.arange(len(DRAFT)), list(extendable)), DRAFT)
+    alone, alone_transfer = transfer_for(2, 1 << 16), transfer_for(2, max_run_chunks)
+    drafts = [draft_of(b) if isinstance(b, dict) else Draft([2], None, None, 1, 9) for b in batch]
+    given = [None if isinstance(b, dict) else b for b in batch]
+    made = alone_transfer.transfer(drafts, given, extendable=snapshot)
     # The next cycle must not write into what was handed out.
-    transfer.transfer(
-        [2], extendable=snapshot, law_ids=np.array([[2]]), law_probs=np.ones((1, 1)), planned_steps=1, max_tokens=9
-    )
-    assert proposal.rows.offsets.tolist() == exact.offsets.tolist()
-    assert proposal.rows.ids_in_target_vocab.tolist() == exact.ids_in_target_vocab.tolist()
-    assert proposal.rows.probs.tolist() == exact.probs.astype(np.float32).tolist()
+    alone_transfer.transfer([Draft([2], np.array([[2]]), np.ones((1, 1)), 1, 9)], [None], extendable=snapshot)
+    places, probs = made.rows.places.tolist(), made.rows.probs.tolist()
+    row = 0
+    for draft, proxy, tokens in zip(drafts, given, made.ids_in_target_vocab, strict=True):
+        if proxy is None:
+            expected = rows_of(alone.exact_rows(draft, snapshot))
+        else:
+            expected = [(token, {token: 1.0}) for token in proxy]
+        assert tokens == [token for token, _ in expected]
+        for _, law in expected:
+            size = len(law)
+            assert places[:size] == [row * TARGET_SIZE + token for token in law]
+            assert probs[:size] == [float(np.float32(p)) for p in law.values()]
+            places, probs, row = places[size:], probs[size:], row + 1
+    assert not places
 
 
 def test_bounded_cache_forgets_runs_and_keeps_single_tokens():
     transfer = transfer_for(3, 20)
     transfer.table.add_singles()
-    singles = transfer.table.entry_of_single.copy()
     rng = np.random.default_rng(0)
     largest = 0
     everything = Extendable.build(np.ones(len(DRAFT), dtype=np.bool_), DRAFT)
     for _ in range(300):
         ids = rng.integers(2, len(DRAFT), (4, 5)).astype(np.int32)
-        transfer.exact_rows(
-            ids[:, 0].tolist(),
-            law_ids=ids,
-            law_probs=np.full((4, 5), 0.2),
-            extendable=everything,
-            planned_steps=4,
-            max_tokens=5,
-        )
+        transfer.exact_rows(Draft(ids[:, 0].tolist(), ids, np.full((4, 5), 0.2), 4, max_tokens=5), everything)
         largest = max(largest, transfer.table.num_run_chunks)
     assert largest <= 20 + 4 * 5
-    assert (transfer.table.entry_of_single >= 0).all()
-    assert len(singles) == len(DRAFT)
+    nothing = Extendable.nothing(len(DRAFT))
     for d in range(len(DRAFT)):
-        entry = transfer.table.entry_of_single[d]
-        start, stop = transfer.table.starts[entry : entry + 2]
-        assert tuple(transfer.table.proxies[start:stop]) == encode((), d)
+        assert transfer.table.singles[d] != kernel.UNKNOWN
+        exact = transfer.exact_rows(Draft([d], np.array([[d]]), np.ones((1, 1)), 1, max_tokens=99), nothing)
+        assert tuple(exact.tokens_in_target_vocab) == encode((), d)
 
 
 def test_compiles_once(monkeypatch):
@@ -185,15 +179,10 @@ def test_compiles_once(monkeypatch):
     ids = np.arange(2, 8, dtype=np.int64).reshape(3, 2)
     frozen = np.full((2, 3), 0.5, dtype=np.float32).T
     frozen.setflags(write=False)
-    kernel = exact_module.kernel.chunk_rows
+    kernels = (kernel.chunk_rows, kernel.insert_many, kernel.pack_entries)
     transfer.warm_up()
-    before = len(getattr(kernel, "signatures", []))
-    transfer.exact_rows(
-        ids[:, 0].tolist(),
-        law_ids=ids,
-        law_probs=frozen,
-        extendable=Extendable.nothing(len(DRAFT)),
-        planned_steps=3,
-        max_tokens=64,
-    )
-    assert len(getattr(kernel, "signatures", [])) == before
+    before = [len(getattr(each, "signatures", [])) for each in kernels]
+    transfer.exact_rows(Draft(ids[:, 0].tolist(), ids, frozen, 3, max_tokens=64), Extendable.nothing(len(DRAFT)))
+    everything = Extendable.build(np.ones(len(DRAFT), dtype=np.bool_), DRAFT)
+    transfer.exact_rows(Draft(ids[:, 0].tolist(), ids, frozen, 3, max_tokens=64), everything)
+    assert [len(getattr(each, "signatures", [])) for each in kernels] == before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from reference.enumeration import longest_match
 
-from vllm_tokentiming.transfer.paper import paper_rows
+from vllm_tokentiming.transfer.paper import paper_scalars
 from vllm_tokentiming.transfer.point_mass import point_mass_rows
 
 
@@ -32,14 +32,14 @@ def paper_rule(toy):
 
     def rule(drafted):
         proxy, _, last = retokenised(toy, drafted)
-        rows = paper_rows(
+        scalars = paper_scalars(
             ids_in_draft_vocab=drafted.ids,
             law_ids=drafted.law_ids,
             law_probs=drafted.law_probs,
             ids_in_target_vocab=proxy,
             last_draft_index=last.astype(np.int32),
         )
-        return [(t, {t: float(p)}) for t, p in zip(rows.ids_in_target_vocab.tolist(), rows.probs, strict=True)]
+        return [(t, {t: p}) for t, p in zip(proxy, scalars.tolist(), strict=True)]
 
     return rule
 

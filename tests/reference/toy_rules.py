@@ -11,6 +11,7 @@ from reference.enumeration import Drafted, ProposalRows, World
 from vllm_tokentiming.transfer.chunks import ChunkTable, every_link
 from vllm_tokentiming.transfer.exact import ChunkTransfer, ExactRows
 from vllm_tokentiming.transfer.extendable import Extendable
+from vllm_tokentiming.transfer.interface import Draft
 
 LETTERS = (b"a", b"b")
 # é, è, a and the bytes that the first two are made of: byte-level tokens may split them.
@@ -44,13 +45,18 @@ def rows_of(exact: ExactRows) -> ProposalRows:
     ]
 
 
+def flags_by(linked, chunks, encodings):
+    """A certifier's answer where ``linked(run, last, position)`` tells of each proxy token."""
+    return [linked(c[:-1], c[-1], j) for c, e in zip(chunks, encodings, strict=True) for j in range(len(e))]
+
+
 def product_rule(world, *, extendable=(), longest_run=3, max_tokens=99, encode=None, linked=None, planned=None):
     encode = encode or world.encode
 
-    def certify(run, lasts, encodings):
+    def certify(chunks, encodings):
         if linked is None:
-            return every_link(run, lasts, encodings)
-        return [[linked(run, d, j) for j in range(len(e))] for d, e in zip(lasts, encodings, strict=True)]
+            return every_link(chunks, encodings)
+        return flags_by(linked, chunks, encodings)
 
     transfer = ChunkTransfer(
         ChunkTable(
@@ -68,12 +74,14 @@ def product_rule(world, *, extendable=(), longest_run=3, max_tokens=99, encode=N
     def rule(drafted: Drafted) -> ProposalRows:
         return rows_of(
             transfer.exact_rows(
-                drafted.ids,
-                law_ids=drafted.law_ids,
-                law_probs=drafted.law_probs,
-                extendable=snapshot,
-                planned_steps=planned(drafted) if planned else drafted.planned_steps,
-                max_tokens=max_tokens,
+                Draft(
+                    drafted.ids,
+                    drafted.law_ids,
+                    drafted.law_probs,
+                    planned_steps=planned(drafted) if planned else drafted.planned_steps,
+                    max_tokens=max_tokens,
+                ),
+                snapshot,
             )
         )
 

@@ -12,6 +12,7 @@ from reference.toy_rules import CHARACTERS, LETTERS, rows_of, world
 
 from vllm_tokentiming.transfer.chunks import ChunkTable
 from vllm_tokentiming.transfer.extendable import Extendable
+from vllm_tokentiming.transfer.interface import Draft
 from vllm_tokentiming.transfer.special_cases import point_law, shared_law, slem_transfer, tli_transfer
 
 EXACT = 1e-12
@@ -56,14 +57,8 @@ def test_tli_has_the_law_of_the_target(alphabet, ends):
         )
 
         def rule(drafted, toy=toy, transfer=transfer):
-            exact = transfer.exact_rows(
-                drafted.ids,
-                law_ids=drafted.law_ids,
-                law_probs=drafted.law_probs,
-                extendable=Extendable.nothing(len(toy.draft)),
-                planned_steps=drafted.planned_steps,
-                max_tokens=99,
-            )
+            draft = Draft(drafted.ids, drafted.law_ids, drafted.law_probs, drafted.planned_steps, max_tokens=99)
+            exact = transfer.exact_rows(draft, Extendable.nothing(len(toy.draft)))
             assert len(exact.tokens_in_target_vocab) == len(drafted.ids)
             return rows_of(exact)
 
@@ -85,15 +80,8 @@ def test_slem_has_the_law_of_the_target(alphabet):
         everything = Extendable.build(np.ones(len(toy.draft), dtype=np.bool_), toy.draft)
 
         def rule(drafted, toy=toy, transfer=transfer, everything=everything):
-            law_ids, law_probs = point_law(drafted.ids)
-            exact = transfer.exact_rows(
-                drafted.ids,
-                law_ids=law_ids,
-                law_probs=law_probs,
-                extendable=everything,
-                planned_steps=drafted.planned_steps,
-                max_tokens=99,
-            )
+            draft = Draft(drafted.ids, *point_law(drafted.ids), drafted.planned_steps, max_tokens=99)
+            exact = transfer.exact_rows(draft, everything)
             whole = toy.encode(drafted.ids[:-1], drafted.ids[-1])
             assert tuple(exact.tokens_in_target_vocab) == whole
             return rows_of(exact)

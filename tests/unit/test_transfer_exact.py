@@ -12,7 +12,7 @@ from vllm_tokentiming.transfer import chunk_kernel as kernel
 from vllm_tokentiming.transfer.chunks import ChunkTable
 from vllm_tokentiming.transfer.exact import ChunkTransfer
 from vllm_tokentiming.transfer.extendable import Extendable
-from vllm_tokentiming.transfer.interface import NOTHING
+from vllm_tokentiming.transfer.interface import Draft
 
 # draft id:  0     1     2      3 (end)  4        5
 DRAFT = (b"a", b"b", b"ab", b"", b"\xc3", b"\xa9")
@@ -64,13 +64,19 @@ def laws(*rows):
 
 def rows(transfer, drafted, law, *, e=(), planned=None, max_tokens=9):
     exact = transfer.exact_rows(
-        drafted, **law, extendable=extendable(*e), planned_steps=planned or len(drafted), max_tokens=max_tokens
+        Draft(drafted, **law, planned_steps=planned or len(drafted), max_tokens=max_tokens), extendable(*e)
     )
     o = exact.offsets
     return [
         (int(t), {int(i): p for i, p in zip(exact.ids_in_target_vocab[a:b], exact.probs[a:b], strict=True)})
         for t, a, b in zip(exact.tokens_in_target_vocab, o[:-1], o[1:], strict=True)
     ]
+
+
+def proposals(transfer, *drafts, given=None):
+    """Of drafts that stop as planned, and their rows."""
+    drafts = [Draft(ids, **law, planned_steps=len(ids), max_tokens=3) for ids, law in drafts]
+    return transfer.transfer(drafts, given or [None] * len(drafts), extendable=extendable())
 
 
 def test_single_tokens_are_mapped_and_their_mass_is_kept():
@@ -128,13 +134,14 @@ def test_characters_are_never_cut_whatever_e_says_and_however_short_runs_are():
 
 def test_chunk_without_proxy_tokens_ends_the_proposal():
     assert rows(build(), [0, 5, 0], laws({0: 1.0}, {5: 1.0}, {0: 1.0})) == [(0, {0: 1.0})]
-    transfer = build()
-    assert transfer.transfer([5], **laws({5: 1.0}), extendable=extendable(), planned_steps=1, max_tokens=3) is NOTHING
+    made = proposals(build(), ([5], laws({5: 1.0})))
+    assert made.ids_in_target_vocab == [[]]
+    assert len(made.rows.places) == 0
 
 
 def test_failed_link_is_a_point_mass_and_leaves_the_others_their_law():
-    def certify(run, lasts, encodings):
-        return [[d != 1] * len(e) for d, e in zip(lasts, encodings, strict=True)]
+    def certify(chunks, encodings):
+        return [chunk[-1] != 1 for chunk, e in zip(chunks, encodings, strict=True) for _ in e]
 
     law = laws({0: 0.25, 1: 0.25, 2: 0.5})
     assert rows(build(certify=certify), [1], law) == [(1, {1: 1.0})]
@@ -145,8 +152,8 @@ def test_failed_link_is_a_point_mass_and_leaves_the_others_their_law():
 def test_failed_link_reveals_its_token_only():
     """Alignment says that the first proxy token is the run's; the second still has the law of the last draft token."""
 
-    def certify(run, lasts, encodings):
-        return [[j > 0 for j in range(len(e))] for e in encodings]
+    def certify(_chunks, encodings):
+        return [j > 0 for e in encodings for j in range(len(e))]
 
     got = rows(build(certify=certify), [0, 2], laws({0: 1.0}, {0: 0.25, 1: 0.5, 2: 0.25}), e=[0])
     assert got == [(0, {0: 1.0}), (2, {0: 0.5, 2: 0.5})]
@@ -161,21 +168,37 @@ def test_proposal_is_cut_at_the_most_wanted():
 
 
 def test_float32_at_the_boundary():
-    proposal = build().transfer(
-        [0], **laws({0: 1 / 3, 1: 2 / 3}), extendable=extendable(), planned_steps=1, max_tokens=3
-    )
-    assert proposal.ids_in_target_vocab == [0]
-    assert proposal.rows.probs.dtype == np.float32
-    assert proposal.rows.ids_in_target_vocab.dtype == proposal.rows.offsets.dtype == np.int32
-    np.testing.assert_array_equal(proposal.rows.probs, np.float32([1 / 3, 2 / 3]))
+    made = proposals(build(), ([0], laws({0: 1 / 3, 1: 2 / 3})))
+    assert made.ids_in_target_vocab == [[0]]
+    assert (made.rows.places.dtype, made.rows.probs.dtype) == (np.int64, np.float32)
+    np.testing.assert_array_equal(made.rows.probs, np.float32([1 / 3, 2 / 3]))
+
+
+def test_rows_of_a_batch_follow_each_other_and_given_tokens_are_point_masses():
+    drafts = [([0], laws({0: 0.25, 1: 0.75})), ([5], laws({5: 1.0})), ([1], {"law_ids": None, "law_probs": None})]
+    made = proposals(build(), *drafts, ([1], laws({1: 1.0})), given=[None, None, [3, 2], None])
+    assert made.ids_in_target_vocab == [[0], [], [3, 2], [1]]
+    rows, ids = np.divmod(made.rows.places, made.rows.vocab_size)
+    assert rows.tolist() == [0, 0, 1, 2, 3]
+    assert ids.tolist() == [0, 1, 3, 2, 1]
+    assert made.rows.probs.tolist() == [0.25, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_drafts_that_are_alone_have_their_own_e():
+    law = laws({0: 0.25, 1: 0.75}, {1: 1.0})
+    drafts = [Draft([0, 1], **law, planned_steps=2, max_tokens=3, alone=alone) for alone in (False, True, False)]
+    made = build().transfer(drafts, [None] * 3, extendable=extendable(0), extendable_alone=extendable())
+    assert made.ids_in_target_vocab == [[2], [0, 1], [2]]
+    assert made.rows.probs.tolist() == [1.0, 0.25, 0.75, 1.0, 1.0]
 
 
 def test_results_are_the_callers():
     transfer = build()
-    first = transfer.transfer([0], **laws({0: 0.5, 1: 0.5}), extendable=extendable(), planned_steps=1, max_tokens=3)
-    kept = first.rows.probs.copy()
-    transfer.transfer([1], **laws({1: 0.9, 2: 0.1}), extendable=extendable(), planned_steps=1, max_tokens=3)
-    np.testing.assert_array_equal(first.rows.probs, kept)
+    first = proposals(transfer, ([0], laws({0: 0.5, 1: 0.5})))
+    kept = first.rows.probs.copy(), first.rows.places.copy()
+    proposals(transfer, ([1], laws({1: 0.9, 2: 0.1})))
+    np.testing.assert_array_equal(first.rows.probs, kept[0])
+    np.testing.assert_array_equal(first.rows.places, kept[1])
 
 
 def test_scratch_grows_with_the_laws():
@@ -183,14 +206,8 @@ def test_scratch_grows_with_the_laws():
     table = ChunkTable(draft_vocab_size=3000, target_vocab_size=3000, encode=lambda _run, lasts: [(d,) for d in lasts])
     transfer = ChunkTransfer(table)
     ids = np.arange(3000, dtype=np.int32).reshape(1, -1).repeat(20, axis=0)
-    exact = transfer.exact_rows(
-        list(range(20)),
-        law_ids=ids,
-        law_probs=np.full((20, 3000), 1 / 3000),
-        extendable=Extendable.nothing(3000),
-        planned_steps=20,
-        max_tokens=20,
-    )
+    draft = Draft(list(range(20)), ids, np.full((20, 3000), 1 / 3000), planned_steps=20, max_tokens=20)
+    exact = transfer.exact_rows(draft, Extendable.nothing(3000))
     np.testing.assert_allclose(exact.probs, 1 / 3000, rtol=1e-12)
     assert len(exact.tokens_in_target_vocab) == 20
     assert not encode.asked
@@ -260,9 +277,9 @@ def test_not_a_number_is_no_mass():
 
 def test_refuses_e_of_another_vocabulary_and_more_than_planned():
     with pytest.raises(ValueError, match="E covers"):
-        build().exact_rows([0], **laws({0: 1.0}), extendable=Extendable.nothing(2), planned_steps=1, max_tokens=1)
+        build().exact_rows(Draft([0], **laws({0: 1.0}), planned_steps=1, max_tokens=1), Extendable.nothing(2))
     with pytest.raises(ValueError, match="planned"):
-        build().exact_rows([0, 0], **laws({0: 1.0}, {0: 1.0}), extendable=extendable(), planned_steps=1, max_tokens=1)
+        rows(build(), [0, 0], laws({0: 1.0}, {0: 1.0}), planned=1)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +288,7 @@ def test_refuses_e_of_another_vocabulary_and_more_than_planned():
         (lambda _run, lasts: [(6,)] * len(lasts), None),
         (lambda _run, lasts: [(-1,)] * len(lasts), None),
         (lambda _run, _lasts: [], None),
-        (lambda _run, lasts: [(0, 1)] * len(lasts), lambda _run, lasts, _encodings: [[True]] * len(lasts)),
+        (lambda _run, lasts: [(0, 1)] * len(lasts), lambda _chunks, encodings: [True] * len(encodings)),
     ],
 )
 def test_refuses_answers_that_are_nonsense(encode, certify):
@@ -296,14 +313,15 @@ def test_hash_table_spreads_real_keys():
         keys = np.concatenate([keys, run * draft_size + rng.zipf(1.3, 64) % draft_size])
     keys = np.unique(keys)
     slots = kernel.key_slots(len(keys))
-    table, values = np.full(slots, -1, dtype=np.int64), np.full(slots, -1, dtype=np.int32)
-    for value, key in enumerate(keys):
-        kernel.insert(table, values, key, value)
-    assert all(kernel.find(table, values, key) == value for value, key in enumerate(keys))
-    assert kernel.find(table, values, 0) == -1
+    table = np.full((slots, 2), kernel.EMPTY, dtype=np.int64)
+    for word, key in enumerate(keys):
+        kernel.insert(table, key, word)
+    assert all(kernel.find(table, key) == word for word, key in enumerate(keys))
+    assert kernel.find(table, 0) == kernel.UNKNOWN
     wanted = np.array([kernel._first_slot(key, slots - 1) for key in keys])
+    taken = np.flatnonzero(table[:, 0] != kernel.EMPTY)
     at = np.empty(len(keys), dtype=np.int64)
-    at[values[values >= 0]] = np.flatnonzero(values >= 0)
+    at[table[taken, 1]] = taken
     assert ((at - wanted) % slots).mean() < 2.0
 
 
@@ -329,14 +347,8 @@ def test_rows_are_laws_whatever_the_scale(support, data):
     table = ChunkTable(
         draft_vocab_size=5, target_vocab_size=3, encode=lambda _run, lasts: [(d % 3, d // 3) for d in lasts]
     )
-    exact = ChunkTransfer(table).exact_rows(
-        [drafted],
-        law_ids=np.array([ids], dtype=np.int32),
-        law_probs=np.array([weights]),
-        extendable=Extendable.nothing(5),
-        planned_steps=1,
-        max_tokens=2,
-    )
+    draft = Draft([drafted], np.array([ids], dtype=np.int32), np.array([weights]), planned_steps=1, max_tokens=2)
+    exact = ChunkTransfer(table).exact_rows(draft, Extendable.nothing(5))
     for j, token in enumerate(exact.tokens_in_target_vocab):
         a, b = exact.offsets[j : j + 2]
         row = dict(zip(exact.ids_in_target_vocab[a:b].tolist(), exact.probs[a:b].tolist(), strict=True))

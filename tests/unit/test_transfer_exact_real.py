@@ -9,6 +9,7 @@ from vllm_tokentiming.transfer.boundary_prior import extendable_prior
 from vllm_tokentiming.transfer.chunks import ChunkTable
 from vllm_tokentiming.transfer.exact import ChunkTransfer
 from vllm_tokentiming.transfer.extendable import ExtendableSet
+from vllm_tokentiming.transfer.interface import Draft
 from vllm_tokentiming.vocabulary import ProxyTokenizer, SpecialTokenMap, Vocabulary
 
 TEXT = (
@@ -43,14 +44,8 @@ def test_proxy_tokens_spell_the_draft(tokenizer_folder, target, draft):
         law_ids = np.array(
             [[d, *rng.choice(np.setdiff1d(np.arange(300, 20000), [d]), TOP_K - 1, replace=False)] for d in drafted]
         )
-        exact = transfer.exact_rows(
-            drafted,
-            law_ids=law_ids,
-            law_probs=rng.dirichlet(np.ones(TOP_K), size=STEPS),
-            extendable=learnt.snapshot(),
-            planned_steps=STEPS,
-            max_tokens=99,
-        )
+        law_probs = rng.dirichlet(np.ones(TOP_K), size=STEPS)
+        exact = transfer.exact_rows(Draft(drafted, law_ids, law_probs, STEPS, max_tokens=99), learnt.snapshot())
         spelt = b"".join(to.token_bytes[t] for t in exact.tokens_in_target_vocab)
         text = b"".join(by.token_bytes[d] for d in drafted)
         assert text.startswith(spelt)

@@ -1,6 +1,6 @@
 """The compiled heart of the exact transfer: laws of draft tokens pushed forward to rows over the target vocabulary.
 
-One call serves one request's cycle. No ``fastmath``: sums are taken in order, so that every rank gets the same bits.
+One call serves a batch's cycle. No ``fastmath``: sums are taken in order, so that every rank gets the same bits.
 Owns nothing; scratch arrays are the caller's.
 """
 
@@ -21,16 +21,27 @@ IN_E, PENDING_SHIFT, CONTINUATION_SHIFT = 1, 1, 3
 """Bits of a draft token's traits: it belongs to E; the continuation bytes that its last character lacks (0 to 3); how
 many there are if it holds nothing else (3 at most)."""
 
-DONE, MISSING, NOT_IN_LAW, BAD_ID, NOT_FINITE = 0, 1, 2, 3, 4
+DONE, MISSING, NOT_IN_LAW, BAD_ID, NOT_FINITE, BAD_TOKEN = range(6)
 """Outcomes of :func:`chunk_rows`."""
 
-END, LAST, RUN_NUMBER, PENDING, MAY_EXTEND, IN_BOUND, REVEALED = range(7)
-"""Columns of a chunk's description, int64: the index of its last token, that token, the number of its run, the
-continuation bytes that the run lacks, whether the chunk could have gone on, whether E had a say in that, whether its
-last token counts as known."""
+COUNT, WIDTH, PLANNED, WANTED, ALONE = range(5)
+"""Columns of a request's plan, int64: drafted tokens, width of their laws, tokens that were to be drafted, proxy tokens
+wanted at most, whether its E is that of no other request. Width 0: the ids are proxy tokens already, point masses."""
 
-NUM_COLUMNS = 7
+NUM_COLUMNS = 5
+
+LINK, MORE, TOKEN_SHIFT = 1, 2, 2
+"""Bits of an *element*, int32, one proxy token of a chunk: its link may carry a law; another one follows; the token."""
+
+REST_SHIFT, ELEMENT = 32, 0xFFFFFFFF
+"""A *word*, int64, is a chunk's encoding: its first element, and above it where the next ones begin. Most chunks are
+one proxy token, so that one look into memory tells all."""
+
+UNKNOWN, NO_TOKENS = -1, -2
+"""Words of a chunk that is not in the table, and of one without proxy tokens."""
+
 EMPTY = -1
+"""The key of a free slot."""
 
 
 def _compiled(function: Kernel) -> Kernel:
@@ -112,180 +123,318 @@ def _first_slot(key: int, mask: int) -> int:
 
 
 @_compiled
-def insert(keys: npt.NDArray[np.int64], values: npt.NDArray[np.int32], key: int, value: int) -> None:
-    """Put a key into an open-addressing table of a power of two slots that has room."""
-    mask = len(keys) - 1
+def insert(slots: npt.NDArray[np.int64], key: int, word: int) -> None:
+    """Put a key into an open-addressing table, [a power of two, (key, word)], that has room."""
+    mask = len(slots) - 1
     slot = _first_slot(key, mask)
-    while keys[slot] != EMPTY and keys[slot] != key:
+    while slots[slot, 0] != EMPTY and slots[slot, 0] != key:
         slot = (slot + 1) & mask
-    keys[slot] = key
-    values[slot] = value
+    slots[slot, 0] = key
+    slots[slot, 1] = word
 
 
 @_compiled
 def insert_many(
+    slots: npt.NDArray[np.int64],
+    singles: npt.NDArray[np.int64],
     keys: npt.NDArray[np.int64],
-    values: npt.NDArray[np.int32],
-    new_keys: npt.NDArray[np.int64],
-    new_values: npt.NDArray[np.int32],
+    words: npt.NDArray[np.int64],
 ) -> None:
-    """:func:`insert` for each of several keys."""
-    for place in range(len(new_keys)):
-        insert(keys, values, new_keys[place], new_values[place])
+    """:func:`insert` for each of several keys; those below the draft's vocabulary size go into ``singles``."""
+    for place in range(len(keys)):
+        if 0 <= keys[place] < len(singles):
+            singles[keys[place]] = words[place]
+        else:
+            insert(slots, keys[place], words[place])
 
 
 @_compiled
-def find(keys: npt.NDArray[np.int64], values: npt.NDArray[np.int32], key: int) -> int:
-    """The value of a key, or -1."""
-    mask = len(keys) - 1
+def find(slots: npt.NDArray[np.int64], key: int) -> int:
+    """The word of a key, or UNKNOWN."""
+    mask = len(slots) - 1
     slot = _first_slot(key, mask)
-    while keys[slot] != EMPTY:
-        if keys[slot] == key:
-            return int(values[slot])
+    while slots[slot, 0] != EMPTY:
+        if slots[slot, 0] == key:
+            return int(slots[slot, 1])
         slot = (slot + 1) & mask
-    return -1
+    return UNKNOWN
+
+
+@_compiled
+def pack_entries(  # noqa: PLR0917 - a compiled function takes no keywords cheaply
+    tokens: npt.NDArray[np.int64],
+    links: npt.NDArray[np.bool_],
+    lengths: npt.NDArray[np.int64],
+    target_size: int,
+    proxies: npt.NDArray[np.int32],
+    at: int,
+    words: npt.NDArray[np.int64],
+) -> bool:
+    """Write encodings, end to end in ``tokens``, into ``proxies`` from ``at`` on, and their words.
+
+    Returns:
+        Whether every token is in the target's vocabulary; if not, what was written is void.
+    """
+    done = 0
+    for entry in range(len(lengths)):
+        length = lengths[entry]
+        words[entry] = NO_TOKENS
+        for step in range(length):
+            token = tokens[done + step]
+            if token < 0 or token >= target_size:
+                return False
+            element = token << TOKEN_SHIFT
+            if links[done + step]:
+                element |= LINK
+            if step + 1 < length:
+                element |= MORE
+            proxies[at + done + step] = element
+            if step == 0:
+                words[entry] = (at + done + 1) << REST_SHIFT | element
+        done += length
+    return True
+
+
+@_compiled
+def _next_word(word: int, proxies: npt.NDArray[np.int32]) -> int:
+    at = word >> REST_SHIFT
+    return int((at + 1) << REST_SHIFT | proxies[at])
+
+
+@_compiled
+def _contains(values: npt.NDArray[np.int64], wanted: int) -> bool:
+    for value in values:  # noqa: SIM110 - numba does not compile generators inside any()
+        if value == wanted:
+            return True
+    return False
+
+
+@_compiled
+def _push_forward(  # noqa: C901, PLR0912, PLR0917 - one pass; a compiled function takes no keywords cheaply
+    drawn: int,
+    alive: npt.NDArray[np.int64],
+    alive_probs: npt.NDArray[np.float64],
+    proxies: npt.NDArray[np.int32],
+    target_size: int,
+    slot_of: npt.NDArray[np.int32],
+    num_tokens: int,
+    most_tokens: int,
+    stored: int,
+    tokens: npt.NDArray[np.int32],
+    places: npt.NDArray[np.int64],
+    probs: npt.NDArray[np.float64],
+) -> tuple[int, int]:
+    """Proxy tokens and rows of one chunk: its drawn word, and the words and probabilities of all its last tokens.
+
+    Returns:
+        The new numbers of proxy tokens and of entries; of these -1 where the law is not finite.
+    """
+    count, slot_mask = len(alive), len(slot_of) - 1
+    while num_tokens < most_tokens:
+        # Revealed before the row: the chunk goes on, and whether this link may carry a law.
+        token, link = (drawn & ELEMENT) >> TOKEN_SHIFT, drawn & LINK
+        kept, total = 0, 0.0
+        for other in range(count):
+            if alive[other] & LINK == link:
+                alive[kept] = alive[other]
+                alive_probs[kept] = alive_probs[other]
+                total += alive_probs[other]
+                kept += 1
+        if not total < np.inf:
+            return num_tokens, -1
+        row, row_start = num_tokens * target_size, stored
+        if link and total > 0.0:
+            slot_of[:] = EMPTY
+            for other in range(kept):
+                place = row + ((alive[other] & ELEMENT) >> TOKEN_SHIFT)
+                slot = _first_slot(place, slot_mask)
+                while slot_of[slot] != EMPTY and places[slot_of[slot]] != place:
+                    slot = (slot + 1) & slot_mask
+                if slot_of[slot] == EMPTY:
+                    slot_of[slot] = stored
+                    places[stored] = place
+                    probs[stored] = 0.0
+                    stored += 1
+                probs[slot_of[slot]] += alive_probs[other]
+            for entry in range(row_start, stored):
+                probs[entry] /= total
+        else:
+            places[stored] = row + token
+            probs[stored] = 1.0
+            stored += 1
+        tokens[num_tokens] = token
+        num_tokens += 1
+        if not drawn & MORE:
+            break
+        # Revealed after it: the proxy token.
+        count = 0
+        for other in range(kept):
+            word = alive[other]
+            if (word & ELEMENT) >> TOKEN_SHIFT == token and word & MORE:
+                alive[count] = _next_word(word, proxies)
+                alive_probs[count] = alive_probs[other]
+                count += 1
+        drawn = _next_word(drawn, proxies)
+    return num_tokens, stored
 
 
 @_compiled
 def chunk_rows(  # noqa: C901, PLR0912, PLR0915, PLR0917 - one pass; helpers would carry a dozen arrays each
-    chunks: npt.NDArray[np.int64],
+    ids: npt.NDArray[np.int64],
+    plans: npt.NDArray[np.int64],
     law_ids: npt.NDArray[np.int32],
     law_probs: npt.NDArray[np.float64],
-    traits: npt.NDArray[np.uint8],
-    entry_of_single: npt.NDArray[np.int32],
-    keys: npt.NDArray[np.int64],
-    entries: npt.NDArray[np.int32],
-    starts: npt.NDArray[np.int32],
+    shared_traits: npt.NDArray[np.uint8],
+    own_traits: npt.NDArray[np.uint8],
+    ends: npt.NDArray[np.int64],
+    longest_run: int,
+    singles: npt.NDArray[np.int64],
+    slots: npt.NDArray[np.int64],
     proxies: npt.NDArray[np.int32],
-    linked: npt.NDArray[np.bool_],
+    target_size: int,
     slot_of: npt.NDArray[np.int32],
-    alive: npt.NDArray[np.int32],
+    alive: npt.NDArray[np.int64],
     alive_probs: npt.NDArray[np.float64],
-    out_tokens: npt.NDArray[np.int32],
-    out_offsets: npt.NDArray[np.int32],
-    out_ids: npt.NDArray[np.int32],
-    out_probs: npt.NDArray[np.float64],
+    missing: npt.NDArray[np.int64],
+    missing_ids: npt.NDArray[np.int32],
+    first: int,
+    totals: npt.NDArray[np.int64],
+    tokens: npt.NDArray[np.int32],
+    places: npt.NDArray[np.int64],
+    probs: npt.NDArray[np.float64],
 ) -> tuple[int, int, int]:
-    """Rows of one request's proposal (docs/losslessness.md, "The chunk rule").
+    """Rows of a batch of drafts, from the request ``first`` on (docs/losslessness.md, "The chunk rule").
+
+    Whether a token is extended depends on it, on the tokens before it and on the plan, never on later tokens. When
+    chunks are missing, those of all requests are looked for, and after they were added the call is to be repeated from
+    the first request that lacked one.
 
     Args:
-        chunks: [number of chunks, NUM_COLUMNS], columns as named above.
-        law_ids: [drafted, top_k].
-        law_probs: [drafted, top_k].
-        traits: E, as in :class:`~vllm_tokentiming.transfer.extendable.Extendable`.
-        entry_of_single: as in :class:`~vllm_tokentiming.transfer.chunks.ChunkTable`.
-        keys: likewise.
-        entries: likewise.
-        starts: likewise.
+        ids: [drafted], the drafted tokens of all requests; proxy tokens where the law's width is 0.
+        plans: [requests, NUM_COLUMNS], columns as named above.
+        law_ids: [Σ drafted · law width], the supports of the laws, token by token.
+        law_probs: likewise.
+        shared_traits: E, as in :class:`~vllm_tokentiming.transfer.extendable.Extendable`.
+        own_traits: E of requests that are alone.
+        ends: draft tokens after which the text is over.
+        longest_run: extendable tokens before a chunk's last one, at most.
+        singles: as in :class:`~vllm_tokentiming.transfer.chunks.ChunkTable`.
+        slots: likewise.
         proxies: likewise.
-        linked: likewise.
-        slot_of: scratch over the target vocabulary, -1 everywhere on entry and on return.
-        alive: scratch [top_k]; holds the draft tokens without an entry when the answer is MISSING.
-        alive_probs: scratch [top_k].
-        out_tokens: the proxy tokens; its length is the most that are wanted.
-        out_offsets: [len(out_tokens) + 1].
-        out_ids: [len(out_tokens) · top_k].
-        out_probs: likewise.
+        target_size: of the target's vocabulary.
+        slot_of: scratch, a power of two of slots, more than the widest law.
+        alive: scratch [widest law].
+        alive_probs: likewise.
+        missing: [drafted, 3], out: where in ``ids`` a chunk's run begins, its last token stands, and how many of
+            ``missing_ids`` are of chunks up to this one.
+        missing_ids: [Σ drafted · law width], out: the last tokens that are not in the table for these runs.
+        first: the request to begin with.
+        totals: [requests + 1, 2], in and out: proxy tokens and entries of rows before each request.
+        tokens: [Σ most wanted], out: the proxy tokens.
+        places: [Σ most wanted · law width], out: entries of rows, row · target's vocabulary size + token.
+        probs: likewise, out: their probabilities.
 
     Returns:
-        The outcome; the number of proxy tokens (DONE) or of draft tokens in ``alive`` (MISSING); the chunk at fault.
+        DONE; MISSING, the first request with a missing chunk, and the number of missing ones; or what is wrong, the
+        request, and where in ``ids``.
     """
-    draft_size, top_k = len(traits), law_ids.shape[1]
-    num_tokens, stored = 0, 0
-    out_offsets[0] = 0
-    for chunk in range(len(chunks)):
-        if num_tokens == len(out_tokens):
-            break
-        position, last = chunks[chunk, END], chunks[chunk, LAST]
-        run_number, pending = chunks[chunk, RUN_NUMBER], chunks[chunk, PENDING]
-        may_extend, in_bound = chunks[chunk, MAY_EXTEND] != 0, chunks[chunk, IN_BOUND] != 0
-        revealed = chunks[chunk, REVEALED] != 0
-
-        # The law of the chunk's last token, given its run: the tokens that end the chunk here.
-        count, drawn, num_missing = 0, -1, 0
-        for candidate in range(top_k):
-            draft_id, probability = law_ids[position, candidate], law_probs[position, candidate]
-            if not probability > 0.0 and draft_id != last:  # also NaN
-                continue
-            if draft_id < 0 or draft_id >= draft_size:
-                return BAD_ID, 0, chunk
-            if revealed:
-                if draft_id != last:
-                    continue
-            elif may_extend:
-                trait = int(traits[draft_id])
-                if (in_bound and trait & IN_E) or (trait > IN_E and _pending_after(int(pending), trait) > 0):
-                    continue
-            if run_number == 0:
-                entry = entry_of_single[draft_id]
-            else:
-                entry = find(keys, entries, run_number * draft_size + draft_id)
-            if entry < 0:
-                # A draft token that stands twice in a law is asked for once.
-                repeated = False
-                for other in range(num_missing):
-                    repeated = repeated or alive[other] == draft_id
-                if not repeated:
-                    alive[num_missing] = draft_id
-                    num_missing += 1
-            elif num_missing == 0:
-                alive[count] = entry
-                alive_probs[count] = probability
-                count += 1
-            if draft_id == last:
-                drawn = entry
-        if num_missing > 0:
-            return MISSING, num_missing, chunk
-        if drawn < 0:
-            return NOT_IN_LAW, 0, chunk
-
-        first = starts[drawn]
-        length = starts[drawn + 1] - first
-        if length == 0:
-            break
-        for step in range(length):
-            token, link = proxies[first + step], linked[first + step]
-            # Revealed before the row: the chunk goes on, and whether this link may carry a law.
-            kept, total = 0, 0.0
-            for other in range(count):
-                entry = alive[other]
-                start = starts[entry]
-                if starts[entry + 1] - start > step and linked[start + step] == link:
-                    alive[kept] = entry
-                    alive_probs[kept] = alive_probs[other]
-                    total += alive_probs[other]
-                    kept += 1
-            row_start = stored
-            if not total < np.inf:
-                return NOT_FINITE, 0, chunk
-            if link and total > 0.0:
-                for other in range(kept):
-                    proxy = proxies[starts[alive[other]] + step]
-                    slot = slot_of[proxy]
-                    if slot < 0:
-                        slot = stored
-                        slot_of[proxy] = slot
-                        out_ids[slot] = proxy
-                        out_probs[slot] = 0.0
-                        stored += 1
-                    out_probs[slot] += alive_probs[other]
-                for slot in range(row_start, stored):
-                    out_probs[slot] /= total
-                    slot_of[out_ids[slot]] = -1
-            else:
-                out_ids[stored] = token
-                out_probs[stored] = 1.0
+    draft_size = len(shared_traits)
+    num_missing, num_missing_ids, first_missing = 0, 0, -1
+    stop, law_stop = 0, 0
+    for request in range(first):
+        stop += plans[request, COUNT]
+        law_stop += plans[request, COUNT] * plans[request, WIDTH]
+    for request in range(first, len(plans)):
+        width, planned = plans[request, WIDTH], plans[request, PLANNED]
+        num_tokens, stored = totals[request, 0], totals[request, 1]
+        most_tokens = num_tokens + plans[request, WANTED]
+        begin, law_begin = stop, law_stop
+        stop += plans[request, COUNT]
+        law_stop += plans[request, COUNT] * width
+        traits = own_traits if plans[request, ALONE] else shared_traits
+        start, pending, run_number = begin, 0, 0
+        for position in range(begin, stop):
+            if width == 0:
+                tokens[num_tokens] = ids[position]
+                places[stored] = num_tokens * target_size + ids[position]
+                probs[stored] = 1.0
+                num_tokens += 1
                 stored += 1
-            # Revealed after it: the proxy token.
-            count = 0
-            for other in range(kept):
-                if proxies[starts[alive[other]] + step] == token:
-                    alive[count] = alive[other]
-                    alive_probs[count] = alive_probs[other]
+                continue
+            if num_tokens == most_tokens:
+                break
+            last = ids[position]
+            if last < 0 or last >= draft_size:
+                return BAD_TOKEN, request, position
+            trait = int(traits[last])
+            lacking = _pending_after(pending, trait) if trait > IN_E else 0
+            may_extend, in_bound = position + 1 - begin < planned, position - start < longest_run
+            # A draft that ended before its plan after an extendable token: nothing known before that token was drawn
+            # says that the chunk would end with it, so it is revealed like the rest of the run.
+            revealed = may_extend and (lacking > 0 or (in_bound and trait & IN_E != 0))
+            if revealed and position + 1 < stop:
+                pending = lacking
+                if run_number == 0:
+                    run_number = last + 1
+                elif run_number > 0:
+                    run_number = find(slots, ~(run_number * draft_size + last))
+                continue
+
+            # The law of the chunk's last token, given its run: the tokens that end the chunk here.
+            law = law_begin + (position - begin) * width
+            count, drawn, seen_drawn, missing_before = 0, NO_TOKENS, False, num_missing_ids
+            for place in range(law, law + width):
+                draft_id, probability = law_ids[place], law_probs[place]
+                if not probability > 0.0 and draft_id != last:  # also NaN
+                    continue
+                if draft_id < 0 or draft_id >= draft_size:
+                    return BAD_ID, request, position
+                if revealed:
+                    if draft_id != last:
+                        continue
+                elif may_extend:
+                    trait = int(traits[draft_id])
+                    if (in_bound and trait & IN_E) or (trait > IN_E and _pending_after(pending, trait) > 0):
+                        continue
+                if run_number == 0:
+                    word = singles[draft_id]
+                elif run_number > 0:
+                    word = find(slots, run_number * draft_size + draft_id)
+                else:
+                    word = UNKNOWN
+                if word == UNKNOWN:
+                    missing_ids[num_missing_ids] = draft_id
+                    num_missing_ids += 1
+                elif word != NO_TOKENS:
+                    alive[count] = word
+                    alive_probs[count] = probability
                     count += 1
-            out_tokens[num_tokens] = token
-            num_tokens += 1
-            out_offsets[num_tokens] = stored
-            if num_tokens == len(out_tokens):
-                return DONE, num_tokens, chunk
-    return DONE, num_tokens, len(chunks)
+                if draft_id == last:
+                    drawn, seen_drawn = word, True
+            if not seen_drawn:
+                return NOT_IN_LAW, request, position
+            if num_missing_ids > missing_before:
+                missing[num_missing, 0] = start
+                missing[num_missing, 1] = position
+                missing[num_missing, 2] = num_missing_ids
+                num_missing += 1
+                if first_missing < 0:
+                    first_missing = request
+            elif num_missing == 0:
+                if drawn == NO_TOKENS:
+                    break
+                num_tokens, stored = _push_forward(
+                    drawn, alive[:count], alive_probs, proxies, target_size, slot_of, num_tokens, most_tokens, stored,
+                    tokens, places, probs,
+                )  # fmt: skip
+                if stored < 0:
+                    return NOT_FINITE, request, position
+            # The text is over, or has a gap: an unfinished character has no proxy tokens.
+            if lacking > 0 or _contains(ends, last):
+                break
+            start, pending, run_number = position + 1, 0, 0
+        totals[request + 1, 0] = num_tokens
+        totals[request + 1, 1] = stored
+    if num_missing > 0:
+        return MISSING, first_missing, num_missing
+    return DONE, 0, 0

@@ -7,7 +7,7 @@ full.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Protocol
 
@@ -15,9 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_tokentiming.errors import ConfigError, VocabularyError
-from vllm_tokentiming.transfer.chunk_kernel import insert_many, key_slots
+from vllm_tokentiming.transfer.chunk_kernel import EMPTY, REST_SHIFT, UNKNOWN, insert_many, key_slots, pack_entries
 
 Run = tuple[int, ...]
+Chunk = tuple[int, ...]
+"""A run and the token behind it."""
 
 
 class ChunkEncoder(Protocol):
@@ -33,21 +35,22 @@ class ChunkEncoder(Protocol):
 class LinkCertifier(Protocol):
     """Which proxy tokens may carry the law of their chunk's last draft token: a pure function of its arguments."""
 
-    def __call__(
-        self, run: Run, lasts: Sequence[int], encodings: Sequence[tuple[int, ...]], /
-    ) -> Sequence[Sequence[bool]]:
-        """For each last token, for each of its proxy tokens: the alignment links them and the chunk's bytes agree."""
+    def __call__(self, chunks: Sequence[Chunk], encodings: Sequence[tuple[int, ...]], /) -> Sequence[bool]:
+        """For each proxy token of each chunk, one after the other: the alignment links it, and the bytes agree."""
 
 
-def every_link(_run: Run, _lasts: Sequence[int], encodings: Sequence[tuple[int, ...]], /) -> Sequence[Sequence[bool]]:
+def every_link(_chunks: Sequence[Chunk], encodings: Sequence[tuple[int, ...]], /) -> Sequence[bool]:
     """A certifier that trusts the encoder."""
-    return [(True,) * len(encoding) for encoding in encodings]
+    return [True] * sum(map(len, encodings))
 
 
 class ChunkTable:
     """Encodings and links by (run, last token), in flat arrays that the kernel reads.
 
-    Entry e holds ``proxies[starts[e]:starts[e + 1]]`` and as many flags in ``linked``.
+    A chunk's encoding is a word (``chunk_kernel.ELEMENT``): in ``singles`` by its token where it has no run, else in
+    the hash table ``slots`` under run number · draft vocabulary + last token. A run's number is found token by token:
+    that of one token is one more than the token; that of a longer one stands in ``slots`` under the complement of
+    what would be the key of a chunk.
 
     Args:
         draft_vocab_size: rows of the draft's logits.
@@ -79,15 +82,13 @@ class ChunkTable:
         self._encode = encode
         self._certify = certify
         self._max_run_chunks = max_run_chunks
-        self.entry_of_single: npt.NDArray[np.int32] = np.full(draft_vocab_size, -1, dtype=np.int32)
-        self.keys: npt.NDArray[np.int64]
-        self.entries: npt.NDArray[np.int32]
+        self.singles: npt.NDArray[np.int64] = np.full(draft_vocab_size, UNKNOWN, dtype=np.int64)
+        self.slots: npt.NDArray[np.int64]
+        self._num_keys: int
         self._num_run_chunks: int
         self._run_numbers: dict[Run, int]
-        self.starts: npt.NDArray[np.int32] = np.zeros(1025, dtype=np.int32)
         self.proxies: npt.NDArray[np.int32] = np.zeros(1024, dtype=np.int32)
-        self.linked: npt.NDArray[np.bool_] = np.zeros(1024, dtype=np.bool_)
-        self._num_entries = 0
+        self._num_proxies = self._num_kept_proxies = 0
         self._forget_runs()
 
     @property
@@ -95,42 +96,28 @@ class ChunkTable:
         """Chunks with a run that are kept now."""
         return self._num_run_chunks
 
-    def number_of(self, run: Run) -> int:
-        """The number by which the kernel knows a run; 0 for the empty one. Numbers hold until chunks are forgotten."""
-        number = self._run_numbers.get(run)
-        if number is None:
-            number = len(self._run_numbers)
-            self._run_numbers[run] = number
-        return number
-
-    def add(self, run: Run, lasts: Sequence[int]) -> None:
-        """Encode and keep chunks that are not in the table yet.
+    def add(self, wanted: Mapping[Run, Sequence[int]]) -> None:
+        """Encode and keep chunks that are not in the table yet: for each run, its last tokens.
 
         Raises:
             VocabularyError: the encoder answered with ids that the target does not have, or the certifier with flags of
-                another
-                number than there are proxy tokens.
+                another number than there are proxy tokens.
         """
-        encodings = [tuple(encoding) for encoding in self._encode(run, lasts)]
-        links = self._certify(run, lasts, encodings)
-        if len(encodings) != len(lasts) or len(links) != len(lasts):
-            raise VocabularyError(
-                f"{len(lasts)} chunks were asked for; the encoder gave {len(encodings)}, the certifier {len(links)}."
-            )
-        first = self._append(encodings, links)
-        if not run:
-            self.entry_of_single[list(lasts)] = np.arange(first, first + len(lasts))
-            return
-        kept = self._num_run_chunks + len(lasts)
-        if kept * 2 > len(self.keys):
-            self._rehash(key_slots(kept))
-        insert_many(
-            self.keys,
-            self.entries,
-            self.number_of(run) * self.draft_vocab_size + np.array(lasts, dtype=np.int64),
-            np.arange(first, first + len(lasts), dtype=np.int32),
-        )
-        self._num_run_chunks = kept
+        chunks: list[Chunk] = []
+        encodings: list[tuple[int, ...]] = []
+        for run, lasts in wanted.items():
+            chunks += [(*run, last) for last in lasts]
+            encodings += map(tuple, self._encode(run, lasts))
+        words = self._pack(encodings, self._certify(chunks, encodings), number=len(chunks))
+        keys: list[int] = []
+        edges: dict[int, int] = {}
+        for run, lasts in wanted.items():
+            base = self._number_of(run, edges) * self.draft_vocab_size
+            keys += [base + last for last in lasts]
+            self._num_run_chunks += len(lasts) if run else 0
+        self._insert(keys, words)
+        if edges:
+            self._insert(list(edges), np.array(list(edges.values()), dtype=np.int64))
 
     def make_room(self) -> None:
         """Forget the chunks with a run if they are too many.
@@ -140,68 +127,66 @@ class ChunkTable:
         if self._num_run_chunks >= self._max_run_chunks or len(self._run_numbers) > self._max_run_chunks:
             self._keep_singles_only()
 
-    def warm_up(self) -> None:
-        """Compile what adding chunks takes."""
-        self._rehash(len(self.keys))
-
     def add_singles(self, limit: int | None = None) -> None:
         """Fill the table of single-token chunks (at start-up): of the first ``limit`` draft tokens, or of all."""
-        missing = np.flatnonzero(self.entry_of_single[:limit] < 0).tolist()
-        if missing:
-            self.add((), missing)
+        self.add({(): np.flatnonzero(self.singles[:limit] == UNKNOWN).tolist()})
+        self._num_kept_proxies = self._num_proxies
 
-    def _append(self, encodings: Sequence[tuple[int, ...]], links: Sequence[Sequence[bool]]) -> int:
-        """Store entries, one after the other; the number of the first."""
-        for encoding, flags in zip(encodings, links, strict=True):
-            if len(flags) != len(encoding):
-                raise VocabularyError(
-                    f"the certifier gave {len(flags)} flags for the {len(encoding)} proxy tokens {encoding}."
-                )
-        stored = np.fromiter(chain.from_iterable(encodings), dtype=np.int64)
-        if len(stored) and not (stored.min() >= 0 and stored.max() < self.target_vocab_size):
+    def _number_of(self, run: Run, edges: dict[int, int]) -> int:
+        """The run's number, which holds until runs are forgotten; new ones, and what leads to them, go into ``edges``."""
+        if len(run) < 2:
+            return run[0] + 1 if run else 0
+        number = self._run_numbers.get(run)
+        if number is None:
+            before = self._number_of(run[:-1], edges)
+            number = self._run_numbers[run] = self.draft_vocab_size + 1 + len(self._run_numbers)
+            edges[~(before * self.draft_vocab_size + run[-1])] = number
+        return number
+
+    def _pack(
+        self, encodings: Sequence[tuple[int, ...]], links: Sequence[bool], *, number: int
+    ) -> npt.NDArray[np.int64]:
+        """Store encodings; their words."""
+        tokens = np.fromiter(chain.from_iterable(encodings), dtype=np.int64)
+        if len(encodings) != number or len(links) != len(tokens):
             raise VocabularyError(
-                f"the encoder gave ids from {stored.min()} to {stored.max()}; they must be 0 or more and below the "
+                f"{number} chunks were asked for; the encoder gave {len(encodings)}, the certifier {len(links)} flags "
+                f"for {len(tokens)} proxy tokens."
+            )
+        start = self._num_proxies
+        if start + len(tokens) > len(self.proxies):
+            self.proxies = np.resize(self.proxies, max(2 * len(self.proxies), start + len(tokens)))
+        words = np.empty(number, dtype=np.int64)
+        lengths = np.fromiter(map(len, encodings), dtype=np.int64, count=number)
+        flags = np.array(links, dtype=np.bool_)
+        if not pack_entries(tokens, flags, lengths, self.target_vocab_size, self.proxies, start, words):
+            raise VocabularyError(
+                f"the encoder gave ids from {tokens.min()} to {tokens.max()}; they must be 0 or more and below the "
                 f"target's {self.target_vocab_size}."
             )
-        first, start = self._num_entries, int(self.starts[self._num_entries])
-        last, stop = first + len(encodings), start + len(stored)
-        if last + 1 > len(self.starts):
-            self.starts = np.resize(self.starts, max(2 * len(self.starts), last + 1))
-        if stop > len(self.proxies):
-            size = max(2 * len(self.proxies), stop)
-            self.proxies = np.resize(self.proxies, size)
-            self.linked = np.resize(self.linked, size)
-        self.proxies[start:stop] = stored
-        self.linked[start:stop] = np.fromiter(chain.from_iterable(links), dtype=np.bool_)
-        np.cumsum(np.fromiter(map(len, encodings), dtype=np.int32), out=self.starts[first + 1 : last + 1])
-        self.starts[first + 1 : last + 1] += start
-        self._num_entries = last
-        return first
+        self._num_proxies += len(tokens)
+        return words
+
+    def _insert(self, keys: Sequence[int], words: npt.NDArray[np.int64]) -> None:
+        """Into ``singles`` what has no run, the rest into ``slots``."""
+        self._num_keys += len(keys)
+        if self._num_keys * 2 > len(self.slots):
+            taken = self.slots[self.slots[:, 0] != EMPTY]
+            self.slots = _empty_slots(self._num_keys)
+            insert_many(self.slots, self.singles, taken[:, 0].copy(), taken[:, 1].copy())
+        insert_many(self.slots, self.singles, np.array(keys, dtype=np.int64), words)
 
     def _forget_runs(self) -> None:
-        slots = key_slots(min(self._max_run_chunks, 512))
-        self.keys = np.full(slots, -1, dtype=np.int64)
-        self.entries = np.full(slots, -1, dtype=np.int32)
-        self._num_run_chunks = 0
-        self._run_numbers = {(): 0}
+        self.slots = _empty_slots(min(self._max_run_chunks, 512))
+        self._num_keys = self._num_run_chunks = 0
+        self._run_numbers = {}
 
     def _keep_singles_only(self) -> None:
-        kept = np.flatnonzero(self.entry_of_single >= 0)
-        entries = self.entry_of_single[kept]
-        old_starts = self.starts[entries]
-        lengths = self.starts[entries + 1] - old_starts
-        starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-        source = np.repeat(old_starts - starts[:-1], lengths) + np.arange(starts[-1])
-        self.starts[: len(starts)] = starts
-        self.proxies[: len(source)] = self.proxies[source]
-        self.linked[: len(source)] = self.linked[source]
-        self.entry_of_single[kept] = np.arange(len(kept))
-        self._num_entries = len(kept)
+        # Single tokens that came after those of the start-up go as well; the next law that names them brings them back.
+        self.singles[self.singles >> REST_SHIFT > self._num_kept_proxies] = UNKNOWN
+        self._num_proxies = self._num_kept_proxies
         self._forget_runs()
 
-    def _rehash(self, slots: int) -> None:
-        keys, entries = self.keys, self.entries
-        self.keys = np.full(slots, -1, dtype=np.int64)
-        self.entries = np.full(slots, -1, dtype=np.int32)
-        taken = np.flatnonzero(keys >= 0)
-        insert_many(self.keys, self.entries, keys[taken], entries[taken])
+
+def _empty_slots(num_keys: int) -> npt.NDArray[np.int64]:
+    return np.full((key_slots(num_keys), 2), EMPTY, dtype=np.int64)

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from itertools import pairwise
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_tokentiming.errors import ConfigError
 from vllm_tokentiming.transfer import chunk_kernel as kernel
-from vllm_tokentiming.transfer.chunk_kernel import IN_E, pending_after
-from vllm_tokentiming.transfer.chunks import ChunkTable
+from vllm_tokentiming.transfer.chunks import ChunkTable, Run
 from vllm_tokentiming.transfer.extendable import Extendable
-from vllm_tokentiming.transfer.interface import NOTHING, Proposal, SparseRows
+from vllm_tokentiming.transfer.interface import Draft, Proposals, SparseRows
 
 DEFAULT_LONGEST_RUN: Final = 3
 
@@ -73,10 +73,9 @@ class ChunkTransfer:
                 f"end tokens {sorted(end_ids_in_draft_vocab)}: not all are below the draft's {table.draft_vocab_size}."
             )
         self.table = table
-        self._ends = frozenset(end_ids_in_draft_vocab)
+        self._ends = np.array(sorted(end_ids_in_draft_vocab), dtype=np.int64)
         self._longest_run = longest_run
-        self._slot_of: npt.NDArray[np.int32] = np.full(table.target_vocab_size, -1, dtype=np.int32)
-        self._allocate(max_tokens=8, top_k=64)
+        self._allocate(drafted=8, tokens=8, width=64)
 
     def warm_up(self, *, singles: int | None = None) -> None:
         """Compile and encode single-token chunks: what first cycles would otherwise wait for.
@@ -85,195 +84,158 @@ class ChunkTransfer:
             singles: how many draft tokens to encode, in the order of their ids, which is about that of their frequency;
                 None for all. The others are encoded when a law first names them.
         """
-        self.table.warm_up()
         self.table.add_singles(singles)
-        nothing = Extendable.nothing(self.table.draft_vocab_size)
-        no_law = np.empty((0, 1))
-        self.exact_rows(
-            [], law_ids=no_law.astype(np.int32), law_probs=no_law, extendable=nothing, planned_steps=0, max_tokens=1
-        )
+        self.transfer([], [], extendable=Extendable.nothing(self.table.draft_vocab_size))
 
     def transfer(
         self,
-        ids_in_draft_vocab: Sequence[int],
+        drafts: Sequence[Draft],
+        given: Sequence[list[int] | None],
         *,
-        law_ids: npt.NDArray[np.int32],
-        law_probs: npt.NDArray[np.float64],
         extendable: Extendable,
-        planned_steps: int,
-        max_tokens: int,
-    ) -> Proposal:
-        """Proxy tokens and their rows. Arguments and errors as of :meth:`exact_rows`; float32 at this boundary."""
-        number = self._fill(
-            ids_in_draft_vocab,
-            law_ids=law_ids,
-            law_probs=law_probs,
-            extendable=extendable,
-            planned_steps=planned_steps,
-            max_tokens=max_tokens,
-        )
-        if not number:
-            return NOTHING
-        stored = self._offsets[number]
-        # Rounding moves an output law by at most 2⁻²⁴ per token.
-        rows = SparseRows(
-            offsets=self._offsets[: number + 1].copy(),
-            ids_in_target_vocab=self._ids[:stored].copy(),
-            probs=self._probs[:stored].astype(np.float32),
-        )
-        return Proposal(ids_in_target_vocab=self._tokens[:number].tolist(), rows=rows)
-
-    def exact_rows(
-        self,
-        ids_in_draft_vocab: Sequence[int],
-        *,
-        law_ids: npt.NDArray[np.int32],
-        law_probs: npt.NDArray[np.float64],
-        extendable: Extendable,
-        planned_steps: int,
-        max_tokens: int,
-    ) -> ExactRows:
-        """Proxy tokens and their rows in float64.
+        extendable_alone: Extendable | None = None,
+    ) -> Proposals:
+        """Proxy tokens and their rows, float32, of a batch of drafts.
 
         Args:
-            ids_in_draft_vocab: the k drafted tokens.
-            law_ids: int32 [k, top_k], the supports of the laws that they were drawn from.
-            law_probs: float64 [k, top_k], the probabilities; places without mass are 0.
-            extendable: E as it was before the first of them was drawn.
-            planned_steps: how many tokens would be drafted, as known *before the last of them was drawn*. A draft that
-                ended sooner
-                (its end token, a rule that looked at drawn tokens or at a law that followed them) must leave this above
-                k: the last token then counts as one that could have been extended.
-            max_tokens: proxy tokens wanted at most.
+            drafts: of all requests.
+            given: proxy tokens that a request has already, which become point masses; None for drafts with laws.
+            extendable: E as it was before the first of their tokens was drawn.
+            extendable_alone: E for drafts that must not depend on other requests; None: the same.
 
         Raises:
             ValueError: shapes that do not fit, ids outside the draft vocabulary, laws that are not finite, or a drafted
-                token that
-                is not in its law.
+                token that is not in its law.
             VocabularyError: the encoder or the certifier answered nonsense.
         """
-        number = self._fill(
-            ids_in_draft_vocab,
-            law_ids=law_ids,
-            law_probs=law_probs,
-            extendable=extendable,
-            planned_steps=planned_steps,
-            max_tokens=max_tokens,
+        self._fill(drafts, given, extendable, extendable_alone or extendable)
+        totals = self._totals[: len(drafts) + 1].tolist()
+        stored = totals[-1][1]
+        tokens = self._tokens[: totals[-1][0]].tolist()
+        # Rounding moves an output law by at most 2⁻²⁴ per token.
+        rows = SparseRows(
+            places=self._places[:stored].copy(),
+            probs=self._probs[:stored].astype(np.float32),
+            vocab_size=self.table.target_vocab_size,
         )
-        stored = self._offsets[number]
+        return Proposals([tokens[start:stop] for (start, _), (stop, _) in pairwise(totals)], rows)
+
+    def exact_rows(self, draft: Draft, extendable: Extendable) -> ExactRows:
+        """One draft's proxy tokens and their rows in float64. Errors as of :meth:`transfer`."""
+        self._fill([draft], [None], extendable, extendable)
+        number, stored = self._totals[1].tolist()
+        rows, ids = np.divmod(self._places[:stored], self.table.target_vocab_size)
         return ExactRows(
             tokens_in_target_vocab=self._tokens[:number].copy(),
-            offsets=self._offsets[: number + 1].copy(),
-            ids_in_target_vocab=self._ids[:stored].copy(),
+            offsets=np.searchsorted(rows, np.arange(number + 1)).astype(np.int32),
+            ids_in_target_vocab=ids.astype(np.int32),
             probs=self._probs[:stored].copy(),
         )
 
     def _fill(
         self,
-        ids_in_draft_vocab: Sequence[int],
-        *,
-        law_ids: npt.NDArray[np.int32],
-        law_probs: npt.NDArray[np.float64],
+        drafts: Sequence[Draft],
+        given: Sequence[list[int] | None],
         extendable: Extendable,
-        planned_steps: int,
-        max_tokens: int,
-    ) -> int:
-        """Write the rows into the scratch arrays; the number of proxy tokens. As :meth:`exact_rows`."""
-        count, top_k = len(ids_in_draft_vocab), law_ids.shape[1]
-        if not law_ids.shape == law_probs.shape == (count, top_k):
-            raise ValueError(f"{count} drafted tokens with laws of shapes {law_ids.shape} and {law_probs.shape}")
-        if len(extendable) != self.table.draft_vocab_size or count > planned_steps:
-            raise ValueError(
-                f"E covers {len(extendable)} of {self.table.draft_vocab_size} draft tokens, {count} of {planned_steps} "
-                "planned tokens were drafted; E must cover all, and no more than planned can be drafted"
-            )
-        if max_tokens > len(self._tokens) or max_tokens * top_k > len(self._ids) or top_k > len(self._alive):
-            self._allocate(max_tokens=max(max_tokens, len(self._tokens)), top_k=max(top_k, len(self._alive)))
-        law_ids, law_probs = _plain(law_ids, np.int32), _plain(law_probs, np.float64)
+        extendable_alone: Extendable,
+    ) -> None:
+        """Write proxy tokens and rows into the scratch arrays. As :meth:`transfer`."""
         table = self.table
+        if not len(extendable) == len(extendable_alone) == table.draft_vocab_size:
+            raise ValueError(f"E covers {len(extendable)} of {table.draft_vocab_size} draft tokens; it must cover all")
+        plans: list[tuple[int, int, int, int, bool]] = []
+        ids: list[int] = []
+        law_ids, law_probs = [_NO_IDS], [_NO_PROBS]
+        for draft, proxy in zip(drafts, given, strict=True):
+            if draft.law_ids is None or draft.law_probs is None or proxy is not None:
+                known = proxy or []
+                plans.append((len(known), 0, 0, len(known), False))
+                ids += known
+                continue
+            shape = draft.law_ids.shape
+            count = len(draft.ids_in_draft_vocab)
+            if len(shape) != 2 or shape[0] != count or shape != draft.law_probs.shape:
+                raise ValueError(f"{count} drafted tokens with laws of shapes {shape} and {draft.law_probs.shape}")
+            if count > draft.planned_steps:
+                raise ValueError(f"{count} tokens were drafted of {draft.planned_steps} planned ones")
+            plans.append((count, shape[1], draft.planned_steps, draft.max_tokens, draft.alone))
+            ids += draft.ids_in_draft_vocab
+            law_ids.append(draft.law_ids)
+            law_probs.append(draft.law_probs)
+        self._reserve(plans)
         table.make_room()
-        runs, chunks = self._cut(ids_in_draft_vocab, extendable, planned_steps)
-        tokens = self._tokens[:max_tokens]
+        first = 0
+        inputs = (
+            np.array(ids, dtype=np.int64),
+            np.array(plans, dtype=np.int64).reshape(-1, kernel.NUM_COLUMNS),
+            # Of whatever layout: the kernel is compiled for one.
+            np.concatenate(law_ids, axis=None, dtype=np.int32, casting="same_kind"),
+            np.concatenate(law_probs, axis=None, dtype=np.float64),
+            extendable.traits,
+            extendable_alone.traits,
+            self._ends,
+            self._longest_run,
+        )
         while True:
-            outcome, number, chunk = kernel.chunk_rows(
-                chunks,
-                law_ids,
-                law_probs,
-                extendable.traits,
-                table.entry_of_single,
-                table.keys,
-                table.entries,
-                table.starts,
+            outcome, first, where = kernel.chunk_rows(
+                *inputs,
+                table.singles,
+                table.slots,
                 table.proxies,
-                table.linked,
-                self._slot_of,
-                self._alive,
-                self._alive_probs,
-                tokens,
-                self._offsets,
-                self._ids,
+                table.target_vocab_size,
+                *self._scratch,
+                first,
+                self._totals,
+                self._tokens,
+                self._places,
                 self._probs,
             )
             if outcome != kernel.MISSING:
                 break
-            table.add(runs[chunk], self._alive[:number].tolist())
+            table.add(self._missing_chunks(ids, where))
         if outcome != kernel.DONE:
-            self._refuse(outcome, runs[chunk], int(chunks[chunk, kernel.LAST]))
-        return number
+            raise ValueError(f"drafted token {ids[where]}: {_REFUSALS[outcome]}")
 
-    def _cut(
-        self, ids_in_draft_vocab: Sequence[int], extendable: Extendable, planned_steps: int
-    ) -> tuple[list[tuple[int, ...]], npt.NDArray[np.int64]]:
-        """The chunks' runs and, for the kernel, their descriptions.
+    def _missing_chunks(self, ids: Sequence[int], number: int) -> dict[Run, list[int]]:
+        """What the kernel asks for: for each run its last tokens, each once."""
+        missing: dict[Run, dict[int, None]] = {}
+        begin = 0
+        for start, position, end in self._missing[:number].tolist():
+            lasts = self._missing_ids[begin:end].tolist()
+            missing.setdefault(tuple(ids[start:position]), {}).update(dict.fromkeys(lasts))
+            begin = end
+        return {run: list(lasts) for run, lasts in missing.items()}
 
-        Whether a token is extended depends on it, on the tokens before it and on the plan, never on later tokens.
-        """
-        traits = extendable.traits.data
-        count, size = len(ids_in_draft_vocab), len(traits)
-        runs: list[tuple[int, ...]] = []
-        cells: list[int] = []
-        start = pending = 0
-        for position, draft_id in enumerate(ids_in_draft_vocab):
-            if not 0 <= draft_id < size:
-                raise ValueError(f"drafted token {draft_id} is not below the draft's vocabulary size {size}")
-            trait = traits[draft_id]
-            lacking = pending_after(pending, trait) if trait > IN_E else 0
-            may_extend, in_bound = position + 1 < planned_steps, position - start < self._longest_run
-            extends = may_extend and (lacking > 0 or (in_bound and trait & IN_E))
-            if extends and position + 1 < count:
-                pending = lacking
-                continue
-            run = tuple(ids_in_draft_vocab[start:position])
-            runs.append(run)
-            number = self.table.number_of(run)
-            # A draft that ended before its plan after an extendable token (so `extends`): nothing known before that
-            # token was drawn says that the chunk would end with it, so it is revealed like the rest of the run.
-            cells += (position, draft_id, number, pending, may_extend, in_bound, extends)
-            start, pending = position + 1, 0
-            # The text is over, or has a gap: an unfinished character has no proxy tokens.
-            if lacking > 0 or draft_id in self._ends:
-                break
-        return runs, np.array(cells, dtype=np.int64).reshape(-1, kernel.NUM_COLUMNS)
+    def _reserve(self, plans: Sequence[tuple[int, int, int, int, bool]]) -> None:
+        """Make the scratch arrays large enough for a batch."""
+        drafted = max(len(plans), sum([plan[0] for plan in plans]))
+        tokens = sum([plan[3] for plan in plans])
+        width = max([plan[1] for plan in plans], default=1)
+        if drafted > len(self._missing) or tokens > len(self._tokens) or width > len(self._alive):
+            self._allocate(
+                drafted=max(drafted, len(self._missing)),
+                tokens=max(tokens, len(self._tokens)),
+                width=max(width, len(self._alive)),
+            )
 
-    def _allocate(self, *, max_tokens: int, top_k: int) -> None:
-        self._alive: npt.NDArray[np.int32] = np.empty(top_k, dtype=np.int32)
-        self._alive_probs: npt.NDArray[np.float64] = np.empty(top_k, dtype=np.float64)
-        self._tokens: npt.NDArray[np.int32] = np.empty(max_tokens, dtype=np.int32)
-        self._offsets: npt.NDArray[np.int32] = np.zeros(max_tokens + 1, dtype=np.int32)
-        self._ids: npt.NDArray[np.int32] = np.empty(max_tokens * top_k, dtype=np.int32)
-        self._probs: npt.NDArray[np.float64] = np.empty(max_tokens * top_k, dtype=np.float64)
-
-    @staticmethod
-    def _refuse(outcome: int, run: tuple[int, ...], last: int) -> None:
-        reason = {
-            kernel.NOT_IN_LAW: f"it is not among the tokens that its law could have drawn after the run {run}",
-            kernel.BAD_ID: "its law holds ids outside the draft vocabulary",
-            kernel.NOT_FINITE: "its law is not finite",
-        }[outcome]
-        raise ValueError(f"drafted token {last}: {reason}; the laws must be the ones that the tokens were drawn from")
+    def _allocate(self, *, drafted: int, tokens: int, width: int) -> None:
+        self._alive: npt.NDArray[np.int64] = np.empty(width, dtype=np.int64)
+        self._missing: npt.NDArray[np.int64] = np.empty((drafted, 3), dtype=np.int64)
+        self._missing_ids: npt.NDArray[np.int32] = np.empty(drafted * width, dtype=np.int32)
+        slot_of = np.empty(kernel.key_slots(width), dtype=np.int32)
+        self._scratch = (slot_of, self._alive, np.empty(width, dtype=np.float64), self._missing, self._missing_ids)
+        self._totals: npt.NDArray[np.int64] = np.zeros((drafted + 1, 2), dtype=np.int64)
+        self._tokens: npt.NDArray[np.int32] = np.empty(tokens, dtype=np.int32)
+        self._places: npt.NDArray[np.int64] = np.empty(tokens * width, dtype=np.int64)
+        self._probs: npt.NDArray[np.float64] = np.empty(tokens * width, dtype=np.float64)
 
 
-def _plain(array: npt.NDArray[Any], dtype: type[np.generic]) -> npt.NDArray[Any]:
-    """The array as the kernel was compiled for: contiguous, of this type, writable. Another would compile a second."""
-    plain = np.ascontiguousarray(array, dtype=dtype)
-    return plain if plain.flags.writeable else plain.copy()
+_NO_IDS: Final = np.empty(0, dtype=np.int32)
+_NO_PROBS: Final = np.empty(0, dtype=np.float64)
+
+_REFUSALS: Final = {
+    kernel.NOT_IN_LAW: "it is not among the tokens that its law could have drawn there; laws must be those drawn from",
+    kernel.BAD_ID: "its law holds ids outside the draft vocabulary",
+    kernel.NOT_FINITE: "its law is not finite",
+    kernel.BAD_TOKEN: "it is not below the draft's vocabulary size",
+}

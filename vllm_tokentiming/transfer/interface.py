@@ -1,50 +1,72 @@
-"""What a transfer returns: sparse rows over the target vocabulary."""
+"""What goes into a transfer and what comes out: drafts, and sparse rows over the target vocabulary."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SparseRows:
-    """Proposal laws P_1..P_m of one request's m proxy tokens, in CSR form.
-
-    Row j holds ``probs[offsets[j]:offsets[j + 1]]`` at ``ids_in_target_vocab[offsets[j]:offsets[j + 1]]``, zero
-    elsewhere. Ids within a row are unique.
+class Draft(NamedTuple):
+    """One request's draft, and what was known before it was drawn. A named tuple: quicker to make than a dataclass.
 
     Attributes:
-        offsets: int32 [m + 1].
-        ids_in_target_vocab: int32 [nnz].
-        probs: float32 [nnz].
+        ids_in_draft_vocab: the k drafted tokens.
+        law_ids: int32 [k, width], the supports of the laws that they were drawn from; None for a greedy draft.
+        law_probs: float64 [k, width], the probabilities; places without mass are 0.
+        planned_steps: how many tokens would be drafted, as known *before the last of them was drawn*. A draft that
+            ended sooner (its end token, a rule that looked at drawn tokens or at a law that followed them) must leave
+            this above k: the last token then counts as one that could have been extended.
+        max_tokens: proxy tokens wanted at most.
+        alone: the rows must not depend on other requests.
     """
 
-    offsets: npt.NDArray[np.int32]
-    ids_in_target_vocab: npt.NDArray[np.int32]
+    ids_in_draft_vocab: Sequence[int]
+    law_ids: npt.NDArray[np.int32] | None
+    law_probs: npt.NDArray[np.float64] | None
+    planned_steps: int
+    max_tokens: int
+    alone: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseRows:
+    """Proposal laws of a batch's proxy tokens: entries of a dense array, one row a token, in the order of requests.
+
+    Attributes:
+        places: int64 [nnz], row · vocabulary size + id in the target's vocabulary; each stands there once.
+        probs: float32 [nnz].
+        vocab_size: rows of the target's logits.
+    """
+
+    places: npt.NDArray[np.int64]
     probs: npt.NDArray[np.float32]
+    vocab_size: int
 
     def __post_init__(self) -> None:
-        if self.offsets[0] != 0 or not self.offsets[-1] == len(self.ids_in_target_vocab) == len(self.probs):
-            raise ValueError(f"rows do not fit together: offsets {self.offsets}, {len(self.probs)} probabilities")
+        if len(self.places) != len(self.probs):
+            raise ValueError(f"{len(self.places)} places, {len(self.probs)} probabilities; one is needed for each")
 
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
+    @classmethod
+    def at_tokens(
+        cls, ids_in_target_vocab: Sequence[int], probs: npt.NDArray[np.float32], vocab_size: int
+    ) -> SparseRows:
+        """Rows that hold a scalar at their own token and nothing else."""
+        places = np.arange(len(ids_in_target_vocab), dtype=np.int64) * vocab_size
+        places += np.fromiter(ids_in_target_vocab, dtype=np.int64, count=len(ids_in_target_vocab))
+        return cls(places=places, probs=probs, vocab_size=vocab_size)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Proposal:
-    """One request's proposal to the verifier.
+class Proposals(NamedTuple):
+    """A batch's proposals to the verifier.
 
     Attributes:
-        ids_in_target_vocab: m proxy tokens, m ≥ 0.
-        rows: their laws, or None where every row is the point mass at its token.
+        ids_in_target_vocab: for each request its proxy tokens; [] goes without speculation this cycle.
+        rows: their laws, one row for each token of each request; None where all of them are point masses.
     """
 
-    ids_in_target_vocab: list[int]
+    ids_in_target_vocab: list[list[int]]
     rows: SparseRows | None = None
-
-
-NOTHING = Proposal(ids_in_target_vocab=[])
-"""The proposal of a request that goes without speculation this cycle."""

@@ -7,23 +7,22 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from vllm_tokentiming.transfer.interface import SparseRows
 
-
-def paper_rows(
+def paper_scalars(
     *,
     ids_in_draft_vocab: Sequence[int],
     law_ids: npt.NDArray[np.int32] | None,
     law_probs: npt.NDArray[np.float64] | None,
     ids_in_target_vocab: Sequence[int],
     last_draft_index: npt.NDArray[np.int32],
-) -> SparseRows:
-    """Row j holds p_i(d_i) at proxy token t_j, where d_i is the last draft token aligned with t_j; zero elsewhere.
+) -> npt.NDArray[np.float32]:
+    """Float32 [m]: p_i(d_i) for proxy token t_j, where d_i is the last draft token aligned with it.
 
     **Changes the target's output distribution**; kept to reproduce the paper (TokenTiming, arXiv 2510.15545, section
-    3.3). The verifier takes a row for the law that t_j was drawn from, and this row is not it: it does not even sum to
-    one. With q = (.3, .5, .2) and token 0 always proposed with p = .6, the output is (.500, .357, .143). Over a pair of
-    toy vocabularies, enumerated exactly, the total variation distance from the target's law was up to 0.27.
+    3.3). The verifier takes a row for the law that t_j was drawn from, and a row of this scalar at t_j, zero elsewhere,
+    is not it: it does not even sum to one. With q = (.3, .5, .2) and token 0 always proposed with p = .6, the output is
+    (.500, .357, .143). Over a pair of toy vocabularies, enumerated exactly, the total variation distance from the
+    target's law was up to 0.27.
 
     Args:
         ids_in_draft_vocab: the k drafted tokens.
@@ -51,8 +50,4 @@ def paper_rows(
         drawn = law_ids == np.asarray(ids_in_draft_vocab, dtype=np.int64)[:, None]
         found = np.where(drawn, law_probs, 0.0).sum(axis=1)
         scalars[:-1] = np.where(found > 0.0, found, 1.0)
-    return SparseRows(
-        offsets=np.arange(num_proxy + 1, dtype=np.int32),
-        ids_in_target_vocab=np.asarray(ids_in_target_vocab, dtype=np.int32),
-        probs=scalars[last_draft_index].astype(np.float32),
-    )
+    return scalars[last_draft_index].astype(np.float32)

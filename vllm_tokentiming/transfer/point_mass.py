@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def point_mass_rows(**_drafted: object) -> None:
-    """No rows, whatever was drafted and aligned (the arguments of :func:`~vllm_tokentiming.transfer.paper.paper_rows`).
+    """No rows, whatever was drafted and aligned (the arguments of ``paper.paper_scalars``).
 
     Lossless. A proxy token t without a row counts as drawn from the point mass at t, and however it was made, given all
     that made it, it *is* t with certainty. The verifier accepts it with probability q(t), and after a rejection samples

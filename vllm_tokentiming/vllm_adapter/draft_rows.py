@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_tokentiming.transfer.interface import Proposal
+from vllm_tokentiming.transfer.interface import Proposals
 
 DEFAULT_BUFFER_BYTES = 256 << 20
 
@@ -56,53 +56,43 @@ class DraftRows:
         self.capacity = max(1, min(max_rows, max_bytes // (4 * vocab_size)))
         self._through_numpy = device.type == "cpu"
         self._buffer: torch.Tensor | None = None
+        self._flat: npt.NDArray[np.float32] = np.empty(0, dtype=np.float32)
         self._written: npt.NDArray[np.int64] | None = None
         self._written_on_device: torch.Tensor | None = None
 
-    def fill(self, proposals: Sequence[Proposal]) -> RaggedRows | None:
+    def fill(self, proposals: Proposals) -> RaggedRows | None:
         """Rows for all proposals of a batch.
 
         Returns:
             None where every proposal is a point mass, which is what the sampler assumes without rows.
 
         Raises:
-            ValueError: more rows than the capacity. The caller must not let it come to that: whether rows are used has
-                to be decided before anything is drawn.
+            ValueError: rows of another width, or more rows than the capacity. The caller must not let it come to that:
+                whether rows are used has to be decided before anything is drawn.
         """
-        if not any(p.rows is not None for p in proposals):
+        rows = proposals.rows
+        if rows is None or not len(rows.places):
             return None
-        counts = [len(p.ids_in_target_vocab) for p in proposals]
+        counts = [len(ids) for ids in proposals.ids_in_target_vocab]
         starts = [0, *accumulate(counts)]
-        if starts[-1] > self.capacity:
-            raise ValueError(f"{starts[-1]} rows, room for {self.capacity}")
-        offsets, ids, probs = [], [], []
-        for proposal in proposals:
-            rows, count = proposal.rows, len(proposal.ids_in_target_vocab)
-            if rows is not None:
-                offsets.append(rows.offsets)
-                ids.append(rows.ids_in_target_vocab)
-                probs.append(rows.probs)
-            elif count:
-                # vLLM drops the rows of the whole batch when one proposed request has none.
-                offsets.append(np.arange(count + 1, dtype=np.int32))
-                ids.append(np.array(proposal.ids_in_target_vocab, dtype=np.int32))
-                probs.append(np.ones(count, dtype=np.float32))
-        lengths = np.concatenate([each[1:] - each[:-1] for each in offsets])
-        where = np.repeat(np.arange(len(lengths), dtype=np.int64) * self._vocab_size, lengths)
-        where += np.concatenate(ids)
-        return RaggedRows(self._write(where, np.concatenate(probs)), starts[:-1], counts)
+        if starts[-1] > self.capacity or rows.vocab_size != self._vocab_size:
+            raise ValueError(
+                f"{starts[-1]} rows over {rows.vocab_size} tokens, room for {self.capacity} over {self._vocab_size}"
+            )
+        return RaggedRows(self._write(rows.places, rows.probs), starts[:-1], counts)
 
     def _write(self, where: npt.NDArray[np.int64], values: npt.NDArray[np.float32]) -> torch.Tensor:
         """Put values at places of the flat buffer, in place of those of the last cycle."""
         if self._buffer is None:
             self._buffer = torch.zeros(self.capacity, self._vocab_size, dtype=torch.float32, device=self._device)
+            if self._through_numpy:
+                self._flat = self._buffer.view(-1).numpy()
         if self._through_numpy:
             # Through numpy: PyTorch's index_put_ costs ten times as much for so few values.
-            flat = self._buffer.view(-1).numpy()
             if self._written is not None:
-                flat[self._written] = 0.0
+                self._flat[self._written] = 0.0
             self._written = None
-            flat[where] = values
+            self._flat[where] = values
             self._written = where
             return self._buffer
         if self._written_on_device is not None:
