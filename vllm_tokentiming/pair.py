@@ -7,20 +7,24 @@ use and are bounded.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_tokentiming.alignment import Aligner
+from vllm_tokentiming.alignment.spelling import common_ends
 from vllm_tokentiming.transfer.boundary_prior import extendable_prior
 from vllm_tokentiming.transfer.chunks import ChunkTable
 from vllm_tokentiming.transfer.exact import ChunkTransfer
 from vllm_tokentiming.transfer.extendable import Extendable, ExtendableSet
-from vllm_tokentiming.vocabulary import ProxyTokenizer, SpecialTokenMap, Vocabulary
+from vllm_tokentiming.vocabulary import DraftContext, ProxyTokenizer, SpecialTokenMap, Vocabulary
 
-_OBSERVED_TOKENS: Final = 32
+ByteArray = npt.NDArray[np.uint8]
+Int32Array = npt.NDArray[np.int32]
+
+_OBSERVED_TOKENS: Final = 64
 """Committed target tokens that are looked at together for their boundaries."""
 
 _OBSERVED_PROMPT_TOKENS: Final = 512
@@ -54,6 +58,18 @@ class Pair:
         proxy_ids, proxy_offsets = flatten(proxies)
         alignment = self.aligner.align(*flatten(drafted), proxy_ids, proxy_offsets)
         return np.split(alignment.last_draft_index, proxy_offsets[1:-1])
+
+    def shown_bytes(self) -> tuple[ByteArray, Int32Array, ByteArray, Int32Array]:
+        """The draft's table of bytes, and the target's as the draft is shown it: special tokens by their literals."""
+        shown = [
+            data
+            if data is not None or token in self.special_tokens.target_to_draft
+            else self.special_tokens.literal(token)
+            for token, data in enumerate(self.target.token_bytes)
+        ]
+        flat = np.frombuffer(bytearray(b"".join(data or b"" for data in shown)), dtype=np.uint8)
+        offsets = np.cumsum([0, *(len(data or b"") for data in shown)], dtype=np.int32)
+        return self.draft.flat_bytes.copy(), self.draft.byte_offsets, flat, offsets
 
     def shared_tokens(self) -> npt.NDArray[np.int32]:
         """Int32 [draft vocabulary]: the target token with the same bytes or meaning, -1 where there is none."""
@@ -91,6 +107,7 @@ class ExactPair:
             prior = np.zeros_like(prior)
         self._learn = learn and extend
         self._extendable = ExtendableSet(prior, pair.draft.token_bytes)
+        self._shown_bytes = pair.shown_bytes()
         self.transfer.warm_up()
 
     def extendable(self, *, alone: bool) -> Extendable:
@@ -99,7 +116,7 @@ class ExactPair:
 
     def observer(self) -> BoundaryObserver | None:
         """Watches one request's committed text for E; None where E does not learn."""
-        return BoundaryObserver(self._pair, self._extendable) if self._learn else None
+        return BoundaryObserver(self._shown_bytes, self._extendable) if self._learn else None
 
     def _certify(self, chunks: Sequence[tuple[int, ...]], encodings: Sequence[tuple[int, ...]]) -> Sequence[bool]:
         """Which proxy tokens carry their chunk's last draft law: the path links them, and the bytes agree."""
@@ -110,50 +127,34 @@ class ExactPair:
 class BoundaryObserver:
     """Tells E where the target's tokens end in one request's committed text."""
 
-    __slots__ = ("_pair", "_pending", "_set", "_started")
+    __slots__ = ("_pending", "_set", "_started", "_tables")
 
-    def __init__(self, pair: Pair, extendable: ExtendableSet) -> None:
-        self._pair = pair
+    def __init__(self, tables: tuple[ByteArray, Int32Array, ByteArray, Int32Array], extendable: ExtendableSet) -> None:
+        self._tables = tables
         self._set = extendable
         self._pending: list[int] = []
         self._started = False
 
-    def commit(self, ids_in_target_vocab: Sequence[int]) -> None:
-        """Newly committed tokens; the draft's tokens of their text come from encoding it afresh, by stretches."""
+    def commit(self, ids_in_target_vocab: Sequence[int], context: DraftContext) -> None:
+        """Newly committed tokens, and the context that they are part of already. Looked at by stretches."""
         if not self._started:
             self._started = True
             ids_in_target_vocab = ids_in_target_vocab[-_OBSERVED_PROMPT_TOKENS:]
         self._pending += ids_in_target_vocab
-        if len(self._pending) >= _OBSERVED_TOKENS:
-            for stretch in self._texts():
-                self._observe(stretch)
+        # Both must end at the same place.
+        if len(self._pending) >= _OBSERVED_TOKENS and not context.ends_inside_character:
+            self._observe(context.ids[-2 * len(self._pending) :], self._pending)
             self._pending.clear()
 
-    def _texts(self) -> list[list[bytes]]:
-        """The pending tokens' bytes, divided at special tokens."""
-        texts: list[list[bytes]] = [[]]
-        table = self._pair.target.token_bytes
-        for token in self._pending:
-            data = table[token] if 0 <= token < len(table) else None
-            if data:
-                texts[-1].append(data)
-            elif texts[-1]:
-                texts.append([])
-        return texts
-
-    def _observe(self, stretch: Sequence[bytes]) -> None:
-        text = b"".join(stretch)
-        try:
-            text.decode()
-            drafted = self._pair.draft.encode(text)
-        except ValueError:
-            return  # half characters at an edge, or bytes that the draft cannot write: nothing to learn
-        spelled = self._pair.draft.token_bytes
-        target_ends = np.fromiter(accumulate(map(len, stretch)), dtype=np.int64, count=len(stretch))
-        draft_ends = np.fromiter(accumulate(len(spelled[token] or b"") for token in drafted), dtype=np.int64)
-        following = target_ends[np.searchsorted(target_ends, draft_ends).clip(max=len(stretch) - 1)]
+    def _observe(self, ids_in_draft_vocab: Sequence[int], ids_in_target_vocab: Sequence[int]) -> None:
+        target_size = len(self._tables[3]) - 1
+        if not 0 <= min(ids_in_target_vocab) <= max(ids_in_target_vocab) < target_size:
+            return
+        drafted = np.array(ids_in_draft_vocab, dtype=np.int32)
+        is_boundary = np.empty(len(drafted), dtype=np.bool_)
+        first = common_ends(*self._tables, drafted, np.array(ids_in_target_vocab, dtype=np.int32), is_boundary)
         # The last end is where the stretch was cut.
-        self._set.observe(drafted[:-1], (following == draft_ends)[:-1])
+        self._set.observe(drafted[first:-1], is_boundary[first:-1])
 
 
 def flatten(rows: Sequence[Sequence[int]]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:

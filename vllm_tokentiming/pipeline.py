@@ -206,7 +206,7 @@ class Pipeline:
         try:
             state.context.commit(new)
             if state.observer is not None:
-                state.observer.commit(new)
+                state.observer.commit(new, state.context)
         except UnencodableTextError as error:
             self._give_up(request, state, "unencodable")
             self._metrics.warn_once("unencodable", "a request goes on without speculation: %s", error)

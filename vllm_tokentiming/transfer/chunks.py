@@ -133,7 +133,7 @@ class ChunkTable:
         self._num_kept_proxies = self._num_proxies
 
     def _number_of(self, run: Run, edges: dict[int, int]) -> int:
-        """The run's number, which holds until runs are forgotten; new ones, and what leads to them, go into ``edges``."""
+        """The run's number, which holds until runs are forgotten; new ones and those before them go into ``edges``."""
         if len(run) < 2:
             return run[0] + 1 if run else 0
         number = self._run_numbers.get(run)

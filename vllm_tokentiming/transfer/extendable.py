@@ -156,7 +156,11 @@ class ExtendableSet:
         """E as of now; later observations leave it alone."""
         return self._current
 
-    def observe(self, ids_in_draft_vocab: Sequence[int], is_boundary: Sequence[bool] | npt.NDArray[np.bool_]) -> None:
+    def observe(
+        self,
+        ids_in_draft_vocab: Sequence[int] | npt.NDArray[np.int32],
+        is_boundary: Sequence[bool] | npt.NDArray[np.bool_],
+    ) -> None:
         """Learn from committed text.
 
         Args:
