@@ -4,8 +4,11 @@
         --configurations '{"transfer":"exact"}' '{"transfer":"point_mass"}' --output FILE.json
 
 The engine runs in this process and only the proposal mode is exchanged between configurations, so all see the same
-weights and the same draft. Times mean nothing here (large batches); ``benchmarks.run`` measures speed. Counts are
-vLLM's own.
+weights and the same draft. Times mean nothing here (large batches); ``benchmarks.run`` measures speed.
+
+*accepted* is vLLM's own count. *expected* is its mean given the proposals, which is less noisy: the verifier computes
+the target's law q at every proposed token t, so the chance a = min(1, q(t)/P(t)) that it accepts t is known, and a
+proposal's expected count is a₁ + a₁a₂ + … (Leviathan et al., arXiv 2211.17192, section 3).
 """
 
 from __future__ import annotations
@@ -17,12 +20,15 @@ import os
 import statistics
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.prompts import FIVE_TASKS, load_prompts
 from benchmarks.provenance import provenance, without_folders
 
-FORMAT = 1
+if TYPE_CHECKING:
+    import torch
+
+FORMAT = 2
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -65,20 +71,95 @@ def build(arguments: argparse.Namespace) -> Any:
     )
 
 
+class ExpectedAcceptance:
+    """Sums what the verifier was to accept; wraps vLLM's ``rejection_sample``."""
+
+    def __init__(self, num_speculative_tokens: int) -> None:
+        from vllm.v1.sample import rejection_sampler
+
+        self._stock = rejection_sampler.rejection_sample
+        self._most = num_speculative_tokens
+        self.reset()
+        rejection_sampler.rejection_sample = self._observe
+
+    def reset(self) -> None:
+        """Begin a measurement."""
+        self.drafts, self.total, self.squares = 0, 0.0, 0.0
+        self.per_position = [0.0] * self._most
+
+    def summary(self) -> dict[str, Any]:
+        """The sums since :meth:`reset`; ``squares`` is for the standard error."""
+        return {
+            "drafts": self.drafts,
+            "accepted_tokens": self.total,
+            "squares": self.squares,
+            "accepted_per_position": self.per_position,
+        }
+
+    def _observe(  # noqa: PLR0917 - vLLM passes them by position
+        self,
+        draft_token_ids: torch.Tensor,
+        num_draft_tokens: list[int],
+        max_spec_len: int,
+        cu_num_draft_tokens: torch.Tensor,
+        draft_probs: torch.Tensor | None,
+        target_logits: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        sampling_metadata = args[1] if len(args) > 1 else kwargs["sampling_metadata"]
+        # vLLM pads the step of a prompt that its prefix cache holds up to the last token with proposals of id -1.
+        padding = draft_token_ids < 0
+        proposed = draft_token_ids.long().clamp(min=0).unsqueeze(1)
+        if sampling_metadata.all_greedy:
+            chance = (target_logits.argmax(dim=-1, keepdim=True) == proposed).double()
+        else:
+            chance = (target_logits.gather(1, proposed) - target_logits.logsumexp(dim=-1, keepdim=True)).double().exp()
+            if draft_probs is not None:
+                chance /= draft_probs.gather(1, proposed)
+        at = 0
+        for count in num_draft_tokens:
+            if count and padding[at]:
+                at += count
+                continue
+            reached = chance[at : at + count, 0].clamp(max=1.0).cumprod(0).tolist()
+            at += count
+            if count:
+                self.drafts += 1
+                self.total += sum(reached)
+                self.squares += sum(reached) ** 2
+                for position, value in enumerate(reached):
+                    self.per_position[position] += value
+        return self._stock(
+            draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target_logits,
+            *args, **kwargs,
+        )  # fmt: skip
+
+
 def use_configuration(llm: Any, draft: str, configuration: dict[str, Any]) -> None:
     """Exchange the proposal mode of the running proposer."""
     from vllm_tokentiming import TokenTimingConfig
+    from vllm_tokentiming.draft_length import DraftLength
     from vllm_tokentiming.proposal_modes import ProposalMode
 
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     pipeline = worker.model_runner.drafter._pipeline
-    options = TokenTimingConfig.from_mapping({"draft_model": draft, **configuration})
+    # Modes are compared at the same number of draft steps, unless a configuration says otherwise.
+    options = TokenTimingConfig.from_mapping({"draft_model": draft, "adaptive_length": False, **configuration})
+    pipeline._length = DraftLength() if options.adaptive_length else None
     pipeline._mode = ProposalMode(pipeline._mode._pair, options)
     if pipeline._mode.restricts_draft:
         pipeline._engine.restrict(pipeline._mode.shared_tokens())
 
 
-def measure(llm: Any, arguments: argparse.Namespace, configuration: dict[str, Any], temperature: float) -> list[dict]:
+def measure(
+    llm: Any,
+    arguments: argparse.Namespace,
+    configuration: dict[str, Any],
+    *,
+    temperature: float,
+    expected: ExpectedAcceptance,
+) -> list[dict]:
     """Counts by task."""
     from vllm import SamplingParams
 
@@ -93,6 +174,7 @@ def measure(llm: Any, arguments: argparse.Namespace, configuration: dict[str, An
             n=arguments.samples, temperature=temperature, max_tokens=arguments.max_tokens, ignore_eos=True
         )
         before = speculation_counters(llm)
+        expected.reset()
         inputs = [{"prompt_token_ids": prompt_ids(tokenizer, prompt.text)} for prompt in prompts]
         outputs = llm.generate(inputs, params, use_tqdm=False)
         records.append(
@@ -102,26 +184,37 @@ def measure(llm: Any, arguments: argparse.Namespace, configuration: dict[str, An
                 "task": task,
                 "tokens": sum(len(sample.token_ids) for output in outputs for sample in output.outputs),
                 "speculation": difference(speculation_counters(llm), before),
+                "expected": expected.summary(),
             }
         )
     return records
 
 
 def print_table(document: dict[str, Any]) -> None:
-    """Mean accepted length by task, and acceptance by position."""
+    """Expected accepted length by task, its mean with the standard error, the counted mean, and by position."""
     rows: dict[tuple[float, str], dict[str, dict[str, Any]]] = defaultdict(dict)
     for record in document["records"]:
-        rows[record["temperature"], json.dumps(record["configuration"])][record["task"]] = record["speculation"]
+        rows[record["temperature"], json.dumps(record["configuration"])][record["task"]] = record
     tasks = list(dict.fromkeys(record["task"] for record in document["records"]))
-    print("\n| T | options | " + " | ".join(tasks) + " | mean | by position |\n" + "|---" * (len(tasks) + 4) + "|")
+    heads = ["T", "options", *tasks, "mean", "counted", "by position"]
+    print("\n| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|")
     for (temperature, name), by_task in rows.items():
-        lengths = [1 + by_task[t]["accepted_tokens"] / max(1, by_task[t]["drafts"]) for t in tasks]
-        drafts = sum(by_task[t]["drafts"] for t in tasks)
-        positions = [sum(c) / drafts for c in zip(*(by_task[t]["accepted_per_position"] for t in tasks), strict=True)]
-        error = 1.3 / math.sqrt(drafts)
-        cells = " | ".join(f"{length:.2f}" for length in lengths)
-        by_position = " ".join(f"{value:.2f}" for value in positions)
-        print(f"| {temperature} | {name} | {cells} | {statistics.mean(lengths):.3f} ± {error:.3f} | {by_position} |")
+        expected = [by_task[task]["expected"] for task in tasks if task in by_task]
+        counted = [by_task[task]["speculation"] for task in tasks if task in by_task]
+        lengths = [1 + each["accepted_tokens"] / max(1, each["drafts"]) for each in expected]
+        error = math.sqrt(sum(_squared_error(each) for each in expected)) / len(expected)
+        drafts = sum(each["drafts"] for each in expected)
+        positions = [sum(c) / drafts for c in zip(*(each["accepted_per_position"] for each in expected), strict=True)]
+        cells = [f"{length:.2f}" for length in lengths]
+        cells.append(f"{statistics.mean(lengths):.3f} ± {error:.3f}")
+        cells.append(f"{statistics.mean(1 + each['accepted_tokens'] / max(1, each['drafts']) for each in counted):.3f}")
+        cells.append(" ".join(f"{value:.2f}" for value in positions))
+        print(f"| {temperature} | {name} | " + " | ".join(cells) + " |")
+
+
+def _squared_error(expected: dict[str, Any]) -> float:
+    drafts = max(1, expected["drafts"])
+    return (expected["squares"] / drafts - (expected["accepted_tokens"] / drafts) ** 2) / drafts
 
 
 def main() -> None:
@@ -129,6 +222,7 @@ def main() -> None:
     arguments = parse_arguments()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     llm = build(arguments)
+    expected = ExpectedAcceptance(arguments.num_speculative_tokens)
     document: dict[str, Any] = {
         "format": FORMAT,
         "kind": "acceptance",
@@ -139,7 +233,7 @@ def main() -> None:
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     for temperature in arguments.temperatures:
         for text in arguments.configurations:
-            document["records"] += measure(llm, arguments, json.loads(text), temperature)
+            document["records"] += measure(llm, arguments, json.loads(text), temperature=temperature, expected=expected)
             # Written as it goes: a run of many configurations takes long.
             arguments.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
             print(f"done: T={temperature} {text}", flush=True)

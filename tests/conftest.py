@@ -7,6 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A deadline fails on a machine that is busy, whatever the code does.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 FolderOf = Callable[[str], Path]
 

@@ -93,8 +93,9 @@ class ReplayedDraft:
         self.sampled: dict[str, bool] = {}
         self.seconds = 0.0
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftedTokens]:
+    def draft(self, requests: Sequence[DraftRequest], stop_rule: object = None) -> list[DraftedTokens]:
         """What was laid down; without laws where none are asked for."""
+        del stop_rule
         began = time.thread_time()
         drafted = []
         for request in requests:
