@@ -1,8 +1,10 @@
-"""Which way to draft pays for this request now: greedy and point mass, or sampled with exact rows, and how sharply.
+"""Which way to draft pays for this request now: greedy and point mass, or sampled with exact rows.
 
-Laws win where the target is uncertain, full re-tokenisation of a greedy draft wins where it is not, and sharpening
-trades between the two; which of them a request needs is learned from its own accepted tokens, starting from what other
-requests of the server saw.
+Laws win where the target is uncertain; full re-tokenisation of a greedy draft can win where it is not. Which of them a
+request needs is learned from its own accepted tokens, starting from what other requests of the server saw.
+
+A draft temperature of 0.7 times the request's is the best of 0 … 1 at every level of the draft's confidence, in every
+task that was looked at (docs/losslessness.md, "Figures"), so there is no choice to make between temperatures.
 
 Exactness: a choice is made before anything of its cycle is drawn, from accepted counts of the past alone, so it is one
 of the things that were known when the rows were chosen (docs/losslessness.md).
@@ -38,17 +40,24 @@ class Arm:
 GREEDY: Final = Arm(name="greedy", sharpening=0.0)
 FORCED: Final = Arm(name="forced", sharpening=0.0)
 """A greedy draft that nobody chose, such as a greedy request's: nothing is learned from it."""
-ARMS: Final = (
-    GREEDY,
-    Arm(name="exact@1", sharpening=1.0),
-    Arm(name="exact@0.7", sharpening=0.7),
-    Arm(name="exact@0.4", sharpening=0.4),
-)
+SAMPLED: Final = Arm(name="exact@0.7", sharpening=0.7)
+ARMS: Final = (SAMPLED, GREEDY)
 
-_PRIOR_WEIGHT: Final = 6.0
-"""Cycles that the server's mean counts for in a request's own."""
+_FIRST_GUESS: Final = {SAMPLED: 1.0, GREEDY: 0.85}
+"""Accepted tokens per cycle of each arm, beside the other's, before anything was seen."""
 
-_EXPLORATION: Final = 0.35
+_FIRST_LEVEL: Final = 1.2
+"""Accepted tokens per cycle of a request before anything was seen of it."""
+
+_LEVEL_WEIGHT: Final = 4.0
+_LEAST_LEVEL: Final = 0.3
+"""Below it, a single accepted token would count for too much."""
+
+_SERVER_WEIGHT: Final = 200.0
+_PRIOR_WEIGHT: Final = 40.0
+"""Cycles that the server's mean counts for in a request's own: one cycle tells little, and a wrong turn costs much."""
+
+_EXPLORATION: Final = 0.2
 """Accepted tokens that one cycle's worth of doubt about an arm is worth."""
 
 _MEMORY: Final = 0.98
@@ -56,22 +65,28 @@ _MEMORY: Final = 0.98
 
 _SERVER_MEMORY: Final = 0.999
 
-_FIRST_GUESS: Final = (1.2, 1.3, 1.35, 1.3)
-"""Accepted tokens per cycle before anything was seen; close to each other, so that a few cycles overrule them."""
-
 
 @dataclass(slots=True)
 class _Tally:
+    """Cycles, and what they brought in sum."""
+
     cycles: float = 0.0
     accepted: float = 0.0
 
-    def add(self, accepted: int, *, memory: float) -> None:
-        self.cycles = self.cycles * memory + 1.0
-        self.accepted = self.accepted * memory + accepted
+    def fade(self, memory: float) -> None:
+        self.cycles *= memory
+        self.accepted *= memory
+
+    def add(self, accepted: float) -> None:
+        self.cycles += 1.0
+        self.accepted += accepted
 
 
 class Policy:
-    """The arms of a server, and what they brought so far.
+    """The arms of a server, and how they compare.
+
+    Requests differ more from each other than arms do within one, so an arm is judged by what it brought beside the
+    level of the request that chose it.
 
     Args:
         arms: to choose from.
@@ -81,9 +96,9 @@ class Policy:
         if not arms:
             raise ValueError("a policy needs an arm at least")
         self.arms = arms
-        self._tallies = {arm: _Tally() for arm in arms}
-        guesses = dict(zip(ARMS, _FIRST_GUESS, strict=True))
-        self._guesses = {arm: guesses.get(arm, 1.3) for arm in arms}
+        self._tallies = {
+            arm: _Tally(cycles=_SERVER_WEIGHT, accepted=_SERVER_WEIGHT * _FIRST_GUESS.get(arm, 1.0)) for arm in arms
+        }
 
     def for_request(self, *, alone: bool) -> RequestPolicy:
         """The policy of one request.
@@ -93,28 +108,30 @@ class Policy:
         """
         return RequestPolicy(self, alone=alone)
 
-    def prior_mean(self, arm: Arm, *, alone: bool) -> float:
-        """Accepted tokens per cycle expected of an arm before a request has tried it."""
-        guess, weight = self._guesses[arm], _PRIOR_WEIGHT
+    def advantage(self, arm: Arm, *, alone: bool) -> float:
+        """What an arm brings, as a multiple of the level of the request."""
         if alone:
-            return guess
+            return _FIRST_GUESS.get(arm, 1.0)
         tally = self._tallies[arm]
-        return (guess * weight + tally.accepted) / (weight + tally.cycles)
+        return tally.accepted / tally.cycles
 
-    def observe(self, arm: Arm, accepted: int) -> None:
-        """One cycle of any request."""
-        self._tallies[arm].add(accepted, memory=_SERVER_MEMORY)
+    def observe(self, arm: Arm, share: float) -> None:
+        """One cycle of any request: what it brought, over the request's level."""
+        tally = self._tallies[arm]
+        tally.fade(_SERVER_MEMORY)
+        tally.add(share)
 
 
 class RequestPolicy:
     """One request's choices."""
 
-    __slots__ = ("_alone", "_cycles", "_policy", "_tallies")
+    __slots__ = ("_alone", "_cycles", "_level", "_policy", "_tallies")
 
     def __init__(self, policy: Policy, *, alone: bool) -> None:
         self._policy = policy
         self._alone = alone
         self._tallies = {arm: _Tally() for arm in policy.arms}
+        self._level = _Tally(cycles=_LEVEL_WEIGHT, accepted=_LEVEL_WEIGHT * _FIRST_LEVEL)
         self._cycles = 0
 
     def choose(self) -> Arm:
@@ -123,10 +140,11 @@ class RequestPolicy:
         if len(arms) == 1:
             return arms[0]
         doubt = _EXPLORATION * math.sqrt(math.log(2.0 + self._cycles))
+        level = self._level.accepted / self._level.cycles
         best, best_score = arms[0], -math.inf
         for arm, tally in self._tallies.items():
             weight = _PRIOR_WEIGHT + tally.cycles
-            prior = self._policy.prior_mean(arm, alone=self._alone)
+            prior = self._policy.advantage(arm, alone=self._alone) * level
             score = (prior * _PRIOR_WEIGHT + tally.accepted) / weight + doubt / math.sqrt(weight)
             if score > best_score:
                 best, best_score = arm, score
@@ -137,10 +155,9 @@ class RequestPolicy:
         if arm not in self._tallies:
             return
         self._cycles += 1
-        for other, tally in self._tallies.items():
-            if other is arm:
-                tally.add(accepted, memory=_MEMORY)
-            else:
-                tally.cycles *= _MEMORY
-                tally.accepted *= _MEMORY
-        self._policy.observe(arm, accepted)
+        for tally in self._tallies.values():
+            tally.fade(_MEMORY)
+        self._tallies[arm].add(accepted)
+        level = self._level.accepted / self._level.cycles
+        self._level.add(accepted / self._policy.advantage(arm, alone=self._alone))
+        self._policy.observe(arm, accepted / max(level, _LEAST_LEVEL))
