@@ -54,7 +54,10 @@ class TokenTimingConfig:
     )
     draft_enforce_eager: bool | None = _option(None, "run the draft without torch.compile; default: as the target")
     num_draft_tokens: int | None = _option(
-        None, "draft forward passes per cycle; default: num_speculative_tokens (the cap on proxy tokens)"
+        None, "draft forward passes per cycle, at most; default: num_speculative_tokens (the cap on proxy tokens)"
+    )
+    adaptive_length: bool = _option(
+        True, "draft fewer tokens, or none, where they do not pay; false: num_draft_tokens in every cycle"
     )
     window_radius: int = _option(8, "Sakoe-Chiba radius of the alignment, cells (paper: 8 is best)")
     transfer: TransferMode = _option(

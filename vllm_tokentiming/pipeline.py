@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from vllm_tokentiming.draft_length import DraftLength, DraftRow, RequestAcceptance
 from vllm_tokentiming.engine.interface import DraftedTokens, DraftEngine, DraftRequest
 from vllm_tokentiming.errors import UnencodableTextError
 from vllm_tokentiming.metrics import Metrics
@@ -57,6 +58,7 @@ class _RequestState:
     owner: object
     context: DraftContext
     policy: RequestPolicy
+    acceptance: RequestAcceptance
     observer: BoundaryObserver | None
     num_stable: int = 0
     """Leading ids of the context that the engine has seen and that have not changed since."""
@@ -65,6 +67,8 @@ class _RequestState:
     proposed: int = 0
     """Tokens of the last proposal, of which the next commit tells how many were accepted; 0 where there was none."""
     arm: Arm | None = None
+    row: DraftRow | None = None
+    """How the last proposal was drafted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +79,7 @@ class _Candidate:
     request: TargetRequest
     state: _RequestState
     arm: Arm
+    row: DraftRow
 
 
 class Pipeline:
@@ -83,15 +88,25 @@ class Pipeline:
     Args:
         mode: how drafts are sampled and become proposals.
         engine: runs the draft.
-        num_draft_tokens: draft steps in a cycle.
+        num_draft_tokens: draft steps in a cycle, at most.
         metrics: counts.
+        length: how much of that pays; None: always all of it.
     """
 
-    def __init__(self, *, mode: ProposalMode, engine: DraftEngine, num_draft_tokens: int, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        *,
+        mode: ProposalMode,
+        engine: DraftEngine,
+        num_draft_tokens: int,
+        metrics: Metrics,
+        length: DraftLength | None = None,
+    ) -> None:
         self._mode = mode
         self._engine = engine
         self._num_draft_tokens = num_draft_tokens
         self._metrics = metrics
+        self._length = length
         self._states: dict[str, _RequestState] = {}
 
     @property
@@ -117,9 +132,19 @@ class Pipeline:
             allow_rows: False where rows would not fit the buffer: every proposal is then a point mass. Known before
                 anything is drawn, because dropping rows by what came out would look at drawn values.
         """
+        length = self._length
+        if length is None:
+            return self._propose(requests, allow_rows=allow_rows, speculates=True)
+        now = time.perf_counter()
+        length.begin_cycle(now, {r.request_id: len(r.ids_in_target_vocab) for r in requests if r is not None})
+        proposals = self._propose(requests, allow_rows=allow_rows, speculates=length.speculates())
+        length.end_cycle(time.perf_counter(), num_proposed=sum(map(len, proposals.ids_in_target_vocab)))
+        return proposals
+
+    def _propose(self, requests: Sequence[TargetRequest | None], *, allow_rows: bool, speculates: bool) -> Proposals:
         nothing = Proposals([[] for _ in requests])
         begun = time.perf_counter()
-        candidates = self._candidates(requests, allow_rows=allow_rows)
+        candidates = self._candidates(requests, allow_rows=allow_rows, speculates=speculates)
         self._metrics.spent("context", time.perf_counter() - begun)
         if not candidates:
             return nothing
@@ -134,12 +159,13 @@ class Pipeline:
             if tokens.reason is not None:
                 self._metrics.silent(tokens.reason.value)
             if tokens.ids_in_draft_vocab:
-                request = candidate.request
+                request, row = candidate.request, candidate.row
+                steps = len(row.confidences) if self._length is not None else row.max_steps
                 drafts[candidate.index] = Draft(
-                    tokens.ids_in_draft_vocab,
-                    tokens.law_ids,
-                    tokens.law_probs,
-                    planned_steps=self._num_draft_tokens,
+                    tokens.ids_in_draft_vocab[:steps],
+                    None if tokens.law_ids is None else tokens.law_ids[:steps],
+                    None if tokens.law_probs is None else tokens.law_probs[:steps],
+                    planned_steps=steps,
                     max_tokens=request.max_proposal,
                     alone=request.seed is not None,
                 )
@@ -148,11 +174,17 @@ class Pipeline:
         self._metrics.spent("proposal", time.perf_counter() - begun)
         return proposals
 
-    def _candidates(self, requests: Sequence[TargetRequest | None], *, allow_rows: bool) -> list[_Candidate]:
+    def _candidates(
+        self, requests: Sequence[TargetRequest | None], *, allow_rows: bool, speculates: bool
+    ) -> list[_Candidate]:
         candidates = []
         for index, request in enumerate(requests):
             if request is None:
                 self._metrics.silent("no_text")
+                continue
+            # With a seed, output must not depend on who else is served, nor on what takes how long.
+            if not speculates and (request.seed is None or request.temperature <= 0):
+                self._metrics.silent("not_worthwhile")
                 continue
             state = self._state_of(request)
             if not self._commit(request, state):
@@ -168,7 +200,12 @@ class Pipeline:
                 temperature=request.temperature,
                 point_mass_only=request.checks_values or not allow_rows,
             )
-            candidates.append(_Candidate(index=index, request=request, state=state, arm=arm))
+            row = DraftRow(
+                acceptance=state.acceptance,
+                max_steps=min(self._num_draft_tokens, request.max_proposal),
+                sampled=arm.sharpening > 0,
+            )
+            candidates.append(_Candidate(index=index, request=request, state=state, arm=arm, row=row))
         if not any(candidate.request.max_proposal > 0 for candidate in candidates):
             # Warming alone is worth a pass only while a long prompt is being read.
             return [c for c in candidates if len(c.state.context.ids) - c.state.num_stable > 1]
@@ -186,6 +223,7 @@ class Pipeline:
                 owner=request.owner,
                 context=self._mode.new_context(),
                 policy=self._mode.new_policy(alone=request.seed is not None),
+                acceptance=RequestAcceptance(alone=request.seed is not None and request.temperature > 0),
                 observer=self._mode.new_observer(),
             )
         return state
@@ -198,11 +236,14 @@ class Pipeline:
         new = request.ids_in_target_vocab[state.context.num_target_tokens :].tolist()
         if not new:
             return True
-        proposed, arm = state.proposed, state.arm
-        state.proposed, state.arm = 0, None
+        proposed, arm, row = state.proposed, state.arm, state.row
+        state.proposed, state.arm, state.row = 0, None, None
         if proposed and arm is not None:
             # The verifier adds one token of its own to those that it accepted.
-            state.policy.observe(arm, min(len(new) - 1, proposed))
+            accepted = min(len(new) - 1, proposed)
+            state.policy.observe(arm, accepted)
+            if self._length is not None and row is not None:
+                self._length.observe_row(row, accepted_share=accepted / proposed)
         try:
             state.context.commit(new)
             if state.observer is not None:
@@ -230,16 +271,20 @@ class Pipeline:
             DraftRequest(
                 request_id=candidate.request.request_id,
                 context_ids=candidate.state.context.ids,
-                num_steps=self._num_draft_tokens if candidate.request.max_proposal > 0 else 0,
+                num_steps=candidate.row.max_steps,
                 num_stable=candidate.state.num_stable,
                 sampling=self._mode.sampling(
-                    candidate.arm, temperature=candidate.request.temperature, seed=candidate.request.seed
+                    candidate.arm, temperature=candidate.request.temperature, seed=_seed_of_cycle(candidate.request)
                 ),
             )
             for candidate in candidates
         ]
+        stop_rule = None
+        if self._length is not None:
+            missing = max(len(each.state.context.ids) - each.state.num_stable for each in candidates)
+            stop_rule = self._length.pace([each.row for each in candidates], missing_tokens=missing)
         try:
-            drafted = self._engine.draft(requests)
+            drafted = self._engine.draft(requests, stop_rule)
         except Exception as error:  # noqa: BLE001 - whatever an engine raises, the step goes on
             for candidate in candidates:
                 candidate.state.num_stable = 0
@@ -274,8 +319,14 @@ class Pipeline:
             if count:
                 self._metrics.proposed(draft_tokens=drafted, proxy_tokens=count)
                 candidate.state.proposed, candidate.state.arm = count, candidate.arm
+                candidate.state.row = candidate.row
             elif drafted:
                 self._metrics.silent("no_proxy_tokens")
+
+
+def _seed_of_cycle(request: TargetRequest) -> int | None:
+    """Other draws in each cycle, the same whenever the request comes to this length."""
+    return None if request.seed is None else (request.seed + len(request.ids_in_target_vocab)) % (1 << 63)
 
 
 _NO_DRAFT: Final = Draft([], None, None, planned_steps=0, max_tokens=0)

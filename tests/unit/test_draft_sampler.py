@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from vllm_tokentiming.engine.interface import DraftSampling
-from vllm_tokentiming.engine.sampler import DraftSampler, SamplingPlan
+from vllm_tokentiming.engine.sampler import DraftSampler, SamplingPlan, confidence
 
 CPU = torch.device("cpu")
 
@@ -151,20 +151,27 @@ def test_a_seeded_rows_draws_do_not_depend_on_its_neighbours(
     assert draws([]) == draws(neighbours)
 
 
-def test_a_stream_goes_on_from_cycle_to_cycle_and_starts_anew_after_release() -> None:
+def test_a_seeded_cycle_draws_the_same_however_far_the_one_before_went() -> None:
+    """Where others in the batch draft on, a cycle draws more tokens than its request proposes."""
     sampler = DraftSampler(device=CPU, seed=0)
-    sampling = DraftSampling(temperature=3.0, top_k=50, seed=2)
     logits = _logits(1, 50)
 
-    def cycle() -> list[int]:
-        plan = sampler.plan(["a"], [sampling])
-        return [int(plan.step(logits)[0]) for _ in range(10)]
+    def cycle(seed: int, *, steps: int) -> list[int]:
+        plan = sampler.plan(["a"], [DraftSampling(temperature=3.0, top_k=50, seed=seed)])
+        return [int(plan.step(logits)[0]) for _ in range(steps)]
 
-    first, second = cycle(), cycle()
-    assert first != second
+    first = cycle(2, steps=10)
+    assert cycle(3, steps=10) != first
+    cycle(2, steps=4)
+    assert cycle(2, steps=10) == first
     sampler.release("a")
     sampler.release("never seen")
-    assert cycle() == first
+    assert cycle(2, steps=10) == first
+
+
+def test_confidence_is_the_largest_probability() -> None:
+    logits = _logits(5, 30)
+    torch.testing.assert_close(confidence(logits), logits.float().softmax(dim=-1).amax(dim=-1))
 
 
 def test_equal_seeds_of_the_shared_stream_draw_alike() -> None:

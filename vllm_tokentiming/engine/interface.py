@@ -29,7 +29,7 @@ class DraftSampling:
         temperature: 0 drafts greedily; else the draft's laws are its softmax at this temperature.
         top_k: the laws are restricted to this many tokens and renormalised *before* sampling, so they are exactly the
             distributions that the tokens were drawn from.
-        seed: a request's own seed (already derived; equal seeds give equal draws), or None for the engine's stream.
+        seed: of this request's draws in this cycle (equal seeds give equal draws), or None for the engine's stream.
         shared_only: the laws are restricted to the tokens of ``DraftEngine.restrict``, also before sampling.
     """
 
@@ -47,7 +47,7 @@ class DraftRequest:
         request_id: key of the request's KV and random state inside the engine.
         context_ids: the whole context in the draft's vocabulary, BOS included. The engine compares it with what its KV
             holds, rolls back to the first difference and computes the rest. It does not keep or change the list.
-        num_steps: tokens to draft; 0 only warms the KV.
+        num_steps: tokens to draft at most; 0 only warms the KV.
         num_stable: so many leading context ids are the same as in this request's previous call (a lower bound; it only
             saves the comparison).
         sampling: None drafts greedily and returns no laws.
@@ -77,6 +77,18 @@ class DraftedTokens:
     law_probs: npt.NDArray[np.float64] | None = None
 
 
+class StopRule(Protocol):
+    """Decides, before each step's tokens are drawn, whether another step follows."""
+
+    def more(self, indices: Sequence[int], confidence: Sequence[float], /) -> bool:
+        """Take note of one step's laws.
+
+        Args:
+            indices: the requests that draft a token in this step, by their place in the batch.
+            confidence: the largest probability that the draft gives any token, at temperature 1, for each of them.
+        """
+
+
 class DraftEngine(Protocol):
     """Runs one draft model for a batch of requests. Owns its weights, KV and random numbers, keyed by request id."""
 
@@ -88,8 +100,13 @@ class DraftEngine(Protocol):
     def max_model_len(self) -> int:
         """Longest context plus drafted tokens."""
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftedTokens]:
+    def draft(self, requests: Sequence[DraftRequest], stop_rule: StopRule | None = None) -> list[DraftedTokens]:
         """Draft for every request, in order.
+
+        Args:
+            requests: the batch.
+            stop_rule: asked in each step; without it every request drafts its ``num_steps``. An engine may draft on
+                after the rule said stop; what was drafted after that is for the caller to leave out.
 
         Raises:
             DraftEngineError: the step failed as a whole; the KV of the requests is then dropped.

@@ -52,8 +52,15 @@ class DraftSampler:
             return None
         generator = self._own.get(request_id)
         if generator is None:
-            generator = self._own[request_id] = torch.Generator(device=self._device).manual_seed(sampling.seed)
-        return generator
+            generator = self._own[request_id] = torch.Generator(device=self._device)
+        # Anew in each cycle: a cycle may go on for other requests' sake, and draw more than this one proposes.
+        return generator.manual_seed(sampling.seed)
+
+
+def confidence(logits: torch.Tensor) -> torch.Tensor:
+    """The largest probability of each row at temperature 1: float32 [B] of logits [B, V]."""
+    logits = logits.float()
+    return (logits.amax(dim=-1) - logits.logsumexp(dim=-1)).exp()
 
 
 class SamplingPlan:

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from vllm_tokentiming.config import TokenTimingConfig
-from vllm_tokentiming.engine.interface import DraftedTokens, DraftRequest, Silence
-from vllm_tokentiming.engine.sampler import DraftSampler
+from vllm_tokentiming.engine.interface import DraftedTokens, DraftRequest, Silence, StopRule
+from vllm_tokentiming.engine.sampler import DraftSampler, confidence
 from vllm_tokentiming.errors import ConfigError, DraftCacheExhaustedError, DraftEngineError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
@@ -193,8 +193,8 @@ class TransformersDraftEngine:
         self._sampler.release(request_id)
 
     @torch.inference_mode()
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftedTokens]:
-        """Draft for every request, in order.
+    def draft(self, requests: Sequence[DraftRequest], stop_rule: StopRule | None = None) -> list[DraftedTokens]:
+        """Draft for every request, in order; ``stop_rule`` as for ``DraftEngine``.
 
         Raises:
             DraftEngineError: the step failed as a whole; the KV of the requests is then dropped.
@@ -210,7 +210,7 @@ class TransformersDraftEngine:
                 elif row.request.num_steps <= 0:
                     results[row.index] = _silent(Silence.WARMING)
             if ready:
-                self._decode(ready, results)
+                self._decode(ready, results, stop_rule)
         except Exception as error:
             for request in requests:
                 self._sequences.pop(request.request_id, None)
@@ -270,7 +270,7 @@ class TransformersDraftEngine:
             if not row.todo:
                 row.logits = logits
 
-    def _decode(self, rows: list[_Row], results: list[DraftedTokens | None]) -> None:
+    def _decode(self, rows: list[_Row], results: list[DraftedTokens | None], stop_rule: StopRule | None) -> None:
         # Longest drafts first, so that the rows still drafting are always the first ones.
         rows = sorted(rows, key=lambda row: -row.request.num_steps)
         plan = self._sampler.plan([row.request.request_id for row in rows], [row.request.sampling for row in rows])
@@ -283,15 +283,17 @@ class TransformersDraftEngine:
             if step:
                 for place, row in enumerate(active):
                     row.logits = self._append(row.sequence, drafted[place][-1:])
-            ids, largest, support, law = plan.step(
-                torch.stack([row.logits for row in active if row.logits is not None])
-            )
+            logits = torch.stack([row.logits for row in active if row.logits is not None])
+            more = stop_rule is None or stop_rule.more([row.index for row in active], confidence(logits).tolist())
+            ids, largest, support, law = plan.step(logits)
             for place, (token, good) in enumerate(zip(ids.tolist(), torch.isfinite(largest).tolist(), strict=True)):
                 drafted[place].append(token)
                 finite[place] &= good
                 if support is not None and law is not None:
                     supports[place].append(support[place])
                     probs[place].append(law[place])
+            if not more:
+                break
         for place, row in enumerate(rows):
             if not finite[place]:
                 self._sequences.pop(row.request.request_id, None)

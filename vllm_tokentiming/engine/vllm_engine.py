@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,8 @@ from vllm.config import VllmConfig
 from vllm.model_executor.model_loader import get_model
 
 from vllm_tokentiming.config import TokenTimingConfig
-from vllm_tokentiming.engine.interface import DraftedTokens, DraftRequest, Silence
-from vllm_tokentiming.engine.sampler import DraftSampler
+from vllm_tokentiming.engine.interface import DraftedTokens, DraftRequest, Silence, StopRule
+from vllm_tokentiming.engine.sampler import DraftSampler, confidence
 from vllm_tokentiming.engine.vllm_config import make_draft_vllm_config
 from vllm_tokentiming.engine.vllm_forward import DraftForward
 from vllm_tokentiming.engine.vllm_kv_blocks import DraftBlocks, DraftSequence
@@ -43,6 +43,27 @@ class _Row:
     sequence: DraftSequence
     todo: list[int]
     logits: torch.Tensor | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Drawn:
+    """What the steps of a cycle drew, on the device, a tensor for each step over the rows that drafted in it."""
+
+    ids: list[torch.Tensor] = field(default_factory=list)
+    largest: list[torch.Tensor] = field(default_factory=list)
+    supports: list[torch.Tensor] = field(default_factory=list)
+    probs: list[torch.Tensor] = field(default_factory=list)
+    confidences: list[torch.Tensor] = field(default_factory=list)
+
+    def add(
+        self, ids: torch.Tensor, largest: torch.Tensor, support: torch.Tensor | None, probs: torch.Tensor | None
+    ) -> None:
+        """One step, as ``SamplingPlan.step`` returns it."""
+        self.ids.append(ids)
+        self.largest.append(largest)
+        if support is not None and probs is not None:
+            self.supports.append(support)
+            self.probs.append(probs)
 
 
 class VllmDraftEngine:
@@ -110,8 +131,8 @@ class VllmDraftEngine:
         self._blocks.release(request_id)
         self._sampler.release(request_id)
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftedTokens]:
-        """Draft for every request, in order.
+    def draft(self, requests: Sequence[DraftRequest], stop_rule: StopRule | None = None) -> list[DraftedTokens]:
+        """Draft for every request, in order; ``stop_rule`` as for ``DraftEngine``.
 
         Raises:
             DraftEngineError: the step failed as a whole; the KV of the requests is then dropped.
@@ -127,7 +148,7 @@ class VllmDraftEngine:
                 elif row.request.num_steps <= 0:
                     results[row.index] = DraftedTokens(ids_in_draft_vocab=[], reason=Silence.WARMING)
             if ready:
-                self._decode(ready, results)
+                self._decode(ready, results, stop_rule)
         except Exception as error:
             for request in requests:
                 self._forget(request.request_id)
@@ -184,36 +205,17 @@ class VllmDraftEngine:
             if row.sequence.num_registered < len(row.sequence.ids) // self._cache.block_size:
                 self._blocks.register_prefix(row.sequence)
 
-    def _decode(self, rows: list[_Row], results: list[DraftedTokens | None]) -> None:
+    def _decode(self, rows: list[_Row], results: list[DraftedTokens | None], stop_rule: StopRule | None) -> None:
         # Longest drafts first, so that the rows still drafting are always the first ones.
         rows = sorted(rows, key=lambda row: -row.request.num_steps)
-        plan = self._sampler.plan([row.request.request_id for row in rows], [row.request.sampling for row in rows])
-        steps = [row.request.num_steps for row in rows]
-        logits = torch.stack([row.logits for row in rows if row.logits is not None])
-        self._forward.begin_decode(
-            lengths=[len(row.sequence.ids) for row in rows], block_ids=[row.sequence.block_ids() for row in rows]
-        )
-        drawn: list[torch.Tensor] = []
-        largest: list[torch.Tensor] = []
-        supports: list[torch.Tensor] = []
-        probs: list[torch.Tensor] = []
-        for step in range(steps[0]):
-            if step:
-                active = sum(1 for s in steps if s > step)
-                logits = self._forward.decode_step(drawn[-1][:active])
-            ids, top, support, law = plan.step(logits)
-            drawn.append(ids)
-            largest.append(top)
-            if support is not None and law is not None:
-                supports.append(support)
-                probs.append(law)
+        drawn = self._draw(rows, stop_rule)
         # Rows still drafting shrink from step to step; the steps are laid end to end for one transfer.
-        host_ids, finite = torch.cat(drawn).tolist(), torch.isfinite(torch.cat(largest)).tolist()
-        begins = np.cumsum([0, *(len(ids) for ids in drawn)])
-        law_ids = torch.cat(supports).to("cpu", torch.int32).numpy() if supports else None
-        law_probs = torch.cat(probs).cpu().numpy() if probs else None
+        host_ids, finite = torch.cat(drawn.ids).tolist(), torch.isfinite(torch.cat(drawn.largest)).tolist()
+        begins = np.cumsum([0, *(len(ids) for ids in drawn.ids)])
+        law_ids = torch.cat(drawn.supports).to("cpu", torch.int32).numpy() if drawn.supports else None
+        law_probs = torch.cat(drawn.probs).cpu().numpy() if drawn.probs else None
         for place, row in enumerate(rows):
-            count = steps[place]
+            count = min(row.request.num_steps, len(drawn.ids))
             where = begins[:count] + place
             if not all(finite[i] for i in where):
                 self._forget(row.request.request_id)
@@ -230,6 +232,34 @@ class VllmDraftEngine:
                 law_probs=law_probs[where] if drawn_from_laws and law_probs is not None else None,
             )
 
+    def _draw(self, rows: Sequence[_Row], stop_rule: StopRule | None) -> _Drawn:
+        plan = self._sampler.plan([row.request.request_id for row in rows], [row.request.sampling for row in rows])
+        steps = [row.request.num_steps for row in rows]
+        logits = torch.stack([row.logits for row in rows if row.logits is not None])
+        self._forward.begin_decode(
+            lengths=[len(row.sequence.ids) for row in rows], block_ids=[row.sequence.block_ids() for row in rows]
+        )
+        # A rule that is asked in each step makes the host wait for the device in each step.
+        asks_at_once = self._device.type == "cpu"
+        drawn = _Drawn()
+        more = True
+        for step in range(steps[0]):
+            if step:
+                logits = self._forward.decode_step(drawn.ids[-1][: sum(1 for s in steps if s > step)])
+            if stop_rule is not None:
+                drawn.confidences.append(confidence(logits))
+                more = not asks_at_once or _ask(stop_rule, rows, drawn.confidences[-1])
+            drawn.add(*plan.step(logits))
+            if not more:
+                break
+        if stop_rule is not None and not asks_at_once:
+            # Its answers are the same afterwards: they do not depend on drawn tokens.
+            lengths = [len(each) for each in drawn.confidences]
+            for step_confidence in torch.split(torch.cat(drawn.confidences).cpu(), lengths):
+                if not _ask(stop_rule, rows, step_confidence):
+                    break
+        return drawn
+
     def _forget(self, request_id: str) -> None:
         self._cache.clear(self._blocks.forget(request_id))
 
@@ -245,6 +275,10 @@ class VllmDraftEngine:
         self.draft([warm])
         self._forget(warm.request_id)
         self.release(warm.request_id)
+
+
+def _ask(stop_rule: StopRule, rows: Sequence[_Row], step_confidence: torch.Tensor) -> bool:
+    return stop_rule.more([row.index for row in rows[: len(step_confidence)]], step_confidence.tolist())
 
 
 def _common_prefix(ids: Sequence[int], request: DraftRequest) -> int:

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from vllm_tokentiming.config import TokenTimingConfig
+from vllm_tokentiming.draft_length import DraftLength
 from vllm_tokentiming.metrics import Metrics
 from vllm_tokentiming.pair import Pair
 from vllm_tokentiming.pipeline import Pipeline
@@ -59,7 +60,11 @@ def build_pipeline(config: VllmConfig, options: TokenTimingConfig, *, max_propos
     if mode.restricts_draft:
         engine.restrict(mode.shared_tokens())
     pipeline = Pipeline(
-        mode=mode, engine=engine, num_draft_tokens=options.num_draft_tokens or max_proposal, metrics=metrics
+        mode=mode,
+        engine=engine,
+        num_draft_tokens=options.num_draft_tokens or max_proposal,
+        metrics=metrics,
+        length=DraftLength() if options.adaptive_length else None,
     )
     shared = overlap(target, draft)
     logger.info(

@@ -1,0 +1,172 @@
+"""Draft length against a simulated server whose costs and acceptance are known."""
+
+import random
+
+import pytest
+
+from vllm_tokentiming.draft_length import DraftLength, DraftRow, RequestAcceptance
+
+MOST = 8
+
+
+class Server:
+    """Verifies in ``verify`` seconds plus ``per_token`` for each token, drafts a token in ``draft`` seconds.
+
+    ``chance`` maps a draft's confidence to the chance that its token is accepted.
+    """
+
+    def __init__(self, *, draft, chance, confidence, verify=0.15, per_token=0.0, batch=1, seed=0):
+        self.draft, self.chance, self.confidence = draft, chance, confidence
+        self.verify, self.per_token, self.batch = verify, per_token, batch
+        self.rng = random.Random(seed)
+        self.now, self.tokens = 0.0, 0
+        self.lengths = {str(request): 10 for request in range(batch)}
+        self.acceptance = {request: RequestAcceptance(alone=False) for request in self.lengths}
+        self.drafted = []
+
+    def cycle(self, length, *, fixed=None):
+        """One cycle; ``fixed`` steps, or as many as ``length`` wants."""
+        length.begin_cycle(self.now, dict(self.lengths))
+        speculates = length.speculates() if fixed is None else fixed > 0
+        rows = [DraftRow(acceptance=a, max_steps=fixed or MOST, sampled=True) for a in self.acceptance.values()]
+        values = [[] for _ in rows]
+        pace, more = length.pace(rows, missing_tokens=3), speculates
+        while more:
+            confidence = [self.confidence(self.rng) for _ in rows]
+            counts = [len(row.confidences) for row in rows]
+            more = pace.more(range(len(rows)), confidence)
+            if fixed is not None:
+                more = pace.steps < fixed
+            for place, row in enumerate(rows):
+                if fixed is not None or len(row.confidences) > counts[place]:
+                    values[place].append(confidence[place])
+        self.drafted.append(pace.steps)
+        self.now += pace.steps * self.draft
+        proposed = sum(map(len, values))
+        length.end_cycle(self.now, num_proposed=proposed)
+        self.now += self.verify + self.per_token * (self.batch + proposed)
+        for place, request in enumerate(self.lengths):
+            accepted = 0
+            while accepted < len(values[place]) and self.rng.random() < self.chance(values[place][accepted]):
+                accepted += 1
+            if values[place]:
+                length.observe_row(rows[place], accepted_share=accepted / len(values[place]))
+            self.lengths[request] += accepted + 1
+            self.tokens += accepted + 1
+
+    def rate(self, *, cycles, fixed=None, length=None):
+        """Tokens a second; the estimates learn in the first third, which does not count."""
+        length = length or DraftLength()
+        for _ in range(cycles // 3):
+            self.cycle(length, fixed=fixed)
+        before, began = self.tokens, self.now
+        for _ in range(cycles):
+            self.cycle(length, fixed=fixed)
+        return (self.tokens - before) / (self.now - began)
+
+
+def best_fixed(**server):
+    return max(Server(**server).rate(cycles=900, fixed=fixed) for fixed in range(MOST + 1))
+
+
+@pytest.mark.parametrize("draft", [0.005, 0.02, 0.06])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_beats_the_best_fixed_length_where_confidence_tells(draft, batch):
+    server = {
+        "draft": draft,
+        "batch": batch,
+        "chance": lambda confidence: confidence,
+        "confidence": lambda rng: rng.choice([0.1, 0.95, 0.95]),
+    }
+    assert Server(**server).rate(cycles=900) > best_fixed(**server) * (1.0 if batch == 1 else 0.97)
+
+
+@pytest.mark.parametrize("chance", [0.3, 0.6, 0.9])
+def test_comes_near_the_best_fixed_length_where_confidence_tells_nothing(chance):
+    server = {
+        "draft": 0.02,
+        "chance": lambda _: chance,
+        "confidence": lambda rng: rng.random(),
+    }
+    assert Server(**server).rate(cycles=900) > best_fixed(**server) * 0.96
+
+
+@pytest.mark.parametrize(
+    ("draft", "per_token", "batch"), [(0.2, 0.0, 1), (0.02, 0.03, 16), (0.3, 0.01, 4)], ids=["slow", "full", "both"]
+)
+def test_a_hopeless_draft_costs_almost_nothing(draft, per_token, batch):
+    server = {
+        "draft": draft,
+        "per_token": per_token,
+        "batch": batch,
+        "chance": lambda _: 0.02,
+        "confidence": lambda rng: rng.random(),
+    }
+    assert Server(**server).rate(cycles=900) > Server(**server).rate(cycles=900, fixed=0) * 0.98
+
+
+def test_fewer_tokens_are_drafted_when_verifying_them_takes_time():
+    server = {"draft": 0.01, "batch": 8, "chance": lambda c: c, "confidence": lambda rng: rng.choice([0.5, 0.9])}
+    free, full = Server(**server), Server(**server, per_token=0.004)
+    free.rate(cycles=400)
+    assert full.rate(cycles=400) > best_fixed(**server, per_token=0.004) * 0.95
+    assert sum(full.drafted[-200:]) < sum(free.drafted[-200:])
+
+
+def test_comes_back_when_a_draft_gets_better():
+    length = DraftLength()
+    server = Server(draft=0.05, chance=lambda _: 0.0, confidence=lambda rng: rng.random())
+    server.rate(cycles=300, length=length)
+    assert sum(server.drafted[-50:]) < 25
+    server.chance = lambda _: 0.9
+    server.rate(cycles=900, length=length)
+    assert sum(server.drafted[-50:]) > 100
+
+
+def test_a_pause_between_requests_teaches_nothing():
+    length = DraftLength()
+    server = Server(draft=0.02, chance=lambda _: 0.8, confidence=lambda _: 0.8)
+    usual = server.rate(cycles=900, length=length)
+    for request in range(20):
+        server.now += 30.0
+        server.lengths = {f"later {request}": 10}
+        server.acceptance = {f"later {request}": RequestAcceptance(alone=False)}
+        server.rate(cycles=6, length=length)
+    assert server.rate(cycles=900, length=length) > 0.95 * usual
+
+
+def steps_alone(length, *, others):
+    alone = DraftRow(acceptance=RequestAcceptance(alone=True), max_steps=5, sampled=True)
+    rows = [alone] + [
+        DraftRow(acceptance=RequestAcceptance(alone=False), max_steps=5, sampled=True) for _ in range(others)
+    ]
+    pace = length.pace(rows, missing_tokens=0)
+    for value in (0.9, 0.8, 0.5, 0.7, 0.6):
+        if not pace.more(range(len(rows)), [value] * len(rows)):
+            break
+    return len(alone.confidences)
+
+
+def test_a_request_with_a_seed_depends_on_nothing_but_its_own_laws():
+    fresh, experienced = DraftLength(), DraftLength()
+    Server(draft=0.2, batch=4, per_token=0.1, chance=lambda _: 0.05, confidence=lambda _: 0.9).rate(
+        cycles=100, length=experienced
+    )
+    assert 1 < steps_alone(fresh, others=0) < 5
+    assert len({steps_alone(length, others=others) for length in (fresh, experienced) for others in (0, 3)}) == 1
+
+
+def test_not_a_number_counts_as_no_confidence():
+    length = DraftLength()
+    row = DraftRow(acceptance=RequestAcceptance(alone=False), max_steps=5, sampled=False)
+    length.pace([row], missing_tokens=0).more([0], [float("nan")])
+    assert row.confidences == [0]
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_no_more_steps_than_a_request_has_room_for(most):
+    row = DraftRow(acceptance=RequestAcceptance(alone=False), max_steps=most, sampled=False)
+    pace = DraftLength().pace([row], missing_tokens=0)
+    while pace.more([0], [0.99]):
+        pass
+    assert len(row.confidences) == most
