@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +24,8 @@ from vllm_tokentiming.transfer.interface import Draft, Proposals
 from vllm_tokentiming.vocabulary import DraftContext
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TargetRequest:
-    """One request of the target's batch.
+class TargetRequest(NamedTuple):
+    """One request of the target's batch. A named tuple, as all that is made for each request in each cycle.
 
     Attributes:
         request_id: key of all state.
@@ -67,8 +66,7 @@ class _RequestState:
     arm: Arm | None = None
 
 
-@dataclass(slots=True, eq=False)
-class _Candidate:
+class _Candidate(NamedTuple):
     """A request that drafts, or warms its cache, in this cycle."""
 
     index: int
@@ -168,7 +166,7 @@ class Pipeline:
                 temperature=request.temperature,
                 point_mass_only=request.checks_values or not allow_rows,
             )
-            candidates.append(_Candidate(index=index, request=request, state=state, arm=arm))
+            candidates.append(_Candidate(index, request, state, arm))
         if not any(candidate.request.max_proposal > 0 for candidate in candidates):
             # Warming alone is worth a pass only while a long prompt is being read.
             return [c for c in candidates if len(c.state.context.ids) - c.state.num_stable > 1]

@@ -222,7 +222,8 @@ class ChunkTransfer:
         self._alive: npt.NDArray[np.int64] = np.empty(width, dtype=np.int64)
         self._missing: npt.NDArray[np.int64] = np.empty((drafted, 3), dtype=np.int64)
         self._missing_ids: npt.NDArray[np.int32] = np.empty(drafted * width, dtype=np.int32)
-        slot_of = np.empty(kernel.key_slots(width), dtype=np.int32)
+        # Sparsely filled: collisions cost more than the memory.
+        slot_of = np.empty(kernel.key_slots(4 * width), dtype=np.int32)
         self._scratch = (slot_of, self._alive, np.empty(width, dtype=np.float64), self._missing, self._missing_ids)
         self._totals: npt.NDArray[np.int64] = np.zeros((drafted + 1, 2), dtype=np.int64)
         self._tokens: npt.NDArray[np.int32] = np.empty(tokens, dtype=np.int32)
