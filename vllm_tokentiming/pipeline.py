@@ -69,7 +69,7 @@ class _RequestState:
 class _Candidate(NamedTuple):
     """A request that drafts, or warms its cache, in this cycle."""
 
-    index: int
+    place: int
     request: TargetRequest
     state: _RequestState
     arm: Arm
@@ -133,7 +133,7 @@ class Pipeline:
                 self._metrics.silent(tokens.reason.value)
             if tokens.ids_in_draft_vocab:
                 request = candidate.request
-                drafts[candidate.index] = Draft(
+                drafts[candidate.place] = Draft(
                     tokens.ids_in_draft_vocab,
                     tokens.law_ids,
                     tokens.law_probs,
@@ -267,8 +267,8 @@ class Pipeline:
     def _remember(self, candidates: Sequence[_Candidate], drafts: Sequence[Draft], proposals: Proposals) -> None:
         """Count proposals, and keep what the next commit of each request will tell about."""
         for candidate in candidates:
-            drafted = len(drafts[candidate.index].ids_in_draft_vocab)
-            count = len(proposals.ids_in_target_vocab[candidate.index])
+            drafted = len(drafts[candidate.place].ids_in_draft_vocab)
+            count = len(proposals.ids_in_target_vocab[candidate.place])
             if count:
                 self._metrics.proposed(draft_tokens=drafted, proxy_tokens=count)
                 candidate.state.proposed, candidate.state.arm = count, candidate.arm
