@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +25,8 @@ from vllm_tokentiming.transfer.interface import Draft, Proposals
 from vllm_tokentiming.vocabulary import DraftContext
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TargetRequest:
-    """One request of the target's batch.
+class TargetRequest(NamedTuple):
+    """One request of the target's batch. A named tuple, as all that is made for each request in each cycle.
 
     Attributes:
         request_id: key of all state.
@@ -71,11 +70,10 @@ class _RequestState:
     """How the last proposal was drafted."""
 
 
-@dataclass(slots=True, eq=False)
-class _Candidate:
+class _Candidate(NamedTuple):
     """A request that drafts, or warms its cache, in this cycle."""
 
-    index: int
+    place: int
     request: TargetRequest
     state: _RequestState
     arm: Arm
@@ -161,7 +159,7 @@ class Pipeline:
             if tokens.ids_in_draft_vocab:
                 request, row = candidate.request, candidate.row
                 steps = len(row.confidences) if self._length is not None else row.max_steps
-                drafts[candidate.index] = Draft(
+                drafts[candidate.place] = Draft(
                     tokens.ids_in_draft_vocab[:steps],
                     None if tokens.law_ids is None else tokens.law_ids[:steps],
                     None if tokens.law_probs is None else tokens.law_probs[:steps],
@@ -205,7 +203,7 @@ class Pipeline:
                 max_steps=min(self._num_draft_tokens, request.max_proposal),
                 sampled=arm.sharpening > 0,
             )
-            candidates.append(_Candidate(index=index, request=request, state=state, arm=arm, row=row))
+            candidates.append(_Candidate(index, request, state, arm, row))
         if not any(candidate.request.max_proposal > 0 for candidate in candidates):
             # Warming alone is worth a pass only while a long prompt is being read.
             return [c for c in candidates if len(c.state.context.ids) - c.state.num_stable > 1]
@@ -314,8 +312,8 @@ class Pipeline:
     def _remember(self, candidates: Sequence[_Candidate], drafts: Sequence[Draft], proposals: Proposals) -> None:
         """Count proposals, and keep what the next commit of each request will tell about."""
         for candidate in candidates:
-            drafted = len(drafts[candidate.index].ids_in_draft_vocab)
-            count = len(proposals.ids_in_target_vocab[candidate.index])
+            drafted = len(drafts[candidate.place].ids_in_draft_vocab)
+            count = len(proposals.ids_in_target_vocab[candidate.place])
             if count:
                 self._metrics.proposed(draft_tokens=drafted, proxy_tokens=count)
                 candidate.state.proposed, candidate.state.arm = count, candidate.arm

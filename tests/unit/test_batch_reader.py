@@ -18,16 +18,15 @@ def cached_request(*, temperature=0.0, seed=None, max_tokens=100, prompt=4, stru
     return SimpleNamespace(**{**fields, **overrides})
 
 
-def read(states, *, sampled, num_tokens, max_model_len=64):
+def read(states, *, sampled, num_tokens, max_model_len=64, reader=None):
     runner = SimpleNamespace(
         input_batch=SimpleNamespace(req_ids=list(states)), requests={k: v for k, v in states.items() if v is not None}
     )
     # More rows than requests: rows past the batch hold what earlier batches left there.
     token_ids = np.arange(8 * max_model_len, dtype=np.int32).reshape(8, max_model_len)
     lengths = np.array([*num_tokens, 99, 99], dtype=np.int32)
-    return BatchReader(max_model_len=max_model_len, max_proposal=K).read(
-        runner, sampled_token_ids=sampled, num_tokens_no_spec=lengths, token_ids=token_ids
-    )
+    reader = reader or BatchReader(max_model_len=max_model_len, max_proposal=K)
+    return reader.read(runner, sampled_token_ids=sampled, num_tokens_no_spec=lengths, token_ids=token_ids)
 
 
 def test_only_the_sampled_rows_are_read_and_tokens_end_where_vllm_says():
@@ -87,3 +86,17 @@ def test_structured_output_is_told():
         {"a": cached_request(), "b": cached_request(structured=object())}, sampled=[[1]] * 2, num_tokens=[6] * 2
     )
     assert (free.checks_values, bound.checks_values) == (False, True)
+
+
+def test_an_id_that_comes_back_or_new_parameters_are_read_again():
+    reader = BatchReader(max_model_len=64, max_proposal=K)
+    state = cached_request(temperature=0.5)
+    for temperature in (0.5, 0.5, 0.9):
+        if temperature != state.sampling_params.temperature:
+            state.sampling_params = cached_request(temperature=temperature, max_tokens=3).sampling_params
+        (request,) = read({"a": state}, sampled=[[1]], num_tokens=[6], reader=reader)
+        assert request.temperature == temperature
+    assert request.max_proposal == 0
+    (other,) = read({"a": cached_request(seed=3)}, sampled=[[1]], num_tokens=[6], reader=reader)
+    assert (other.temperature, other.max_proposal) == (0.0, K)
+    assert other.seed is not None

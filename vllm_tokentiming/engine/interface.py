@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +20,7 @@ class Silence(enum.StrEnum):
     WARMING = "warming"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftSampling:
+class DraftSampling(NamedTuple):
     """How one request's draft tokens are drawn.
 
     Attributes:
@@ -39,9 +37,8 @@ class DraftSampling:
     shared_only: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftRequest:
-    """One request's part in a cycle.
+class DraftRequest(NamedTuple):
+    """One request's part in a cycle. A named tuple, which is quicker to make than a dataclass.
 
     Attributes:
         request_id: key of the request's KV and random state inside the engine.
@@ -60,8 +57,7 @@ class DraftRequest:
     sampling: DraftSampling | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftedTokens:
+class DraftedTokens(NamedTuple):
     """What the draft proposed for one request.
 
     Attributes:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -145,12 +145,15 @@ class ChunkTransfer:
             raise ValueError(f"E covers {len(extendable)} of {table.draft_vocab_size} draft tokens; it must cover all")
         plans: list[tuple[int, int, int, int, bool]] = []
         ids: list[int] = []
-        law_ids, law_probs = [_NO_IDS], [_NO_PROBS]
+        law_ids: list[npt.NDArray[np.int32]] = []
+        law_probs: list[npt.NDArray[np.float64]] = []
+        tokens, width = 0, 1
         for draft, proxy in zip(drafts, given, strict=True):
             if draft.law_ids is None or draft.law_probs is None or proxy is not None:
                 known = proxy or []
                 plans.append((len(known), 0, 0, len(known), False))
                 ids += known
+                tokens += len(known)
                 continue
             shape = draft.law_ids.shape
             count = len(draft.ids_in_draft_vocab)
@@ -162,15 +165,16 @@ class ChunkTransfer:
             ids += draft.ids_in_draft_vocab
             law_ids.append(draft.law_ids)
             law_probs.append(draft.law_probs)
-        self._reserve(plans)
+            tokens += draft.max_tokens
+            width = max(width, shape[1])
+        self._reserve(drafted=max(len(ids), len(drafts)), tokens=tokens, width=width)
         table.make_room()
         first = 0
         inputs = (
             np.array(ids, dtype=np.int64),
             np.array(plans, dtype=np.int64).reshape(-1, kernel.NUM_COLUMNS),
-            # Of whatever layout: the kernel is compiled for one.
-            np.concatenate(law_ids, axis=None, dtype=np.int32, casting="same_kind"),
-            np.concatenate(law_probs, axis=None, dtype=np.float64),
+            _flat(law_ids, np.int32),
+            _flat(law_probs, np.float64),
             extendable.traits,
             extendable_alone.traits,
             self._ends,
@@ -206,11 +210,8 @@ class ChunkTransfer:
             begin = end
         return {run: list(lasts) for run, lasts in missing.items()}
 
-    def _reserve(self, plans: Sequence[tuple[int, int, int, int, bool]]) -> None:
+    def _reserve(self, *, drafted: int, tokens: int, width: int) -> None:
         """Make the scratch arrays large enough for a batch."""
-        drafted = max(len(plans), sum([plan[0] for plan in plans]))
-        tokens = sum([plan[3] for plan in plans])
-        width = max([plan[1] for plan in plans], default=1)
         if drafted > len(self._missing) or tokens > len(self._tokens) or width > len(self._alive):
             self._allocate(
                 drafted=max(drafted, len(self._missing)),
@@ -222,7 +223,8 @@ class ChunkTransfer:
         self._alive: npt.NDArray[np.int64] = np.empty(width, dtype=np.int64)
         self._missing: npt.NDArray[np.int64] = np.empty((drafted, 3), dtype=np.int64)
         self._missing_ids: npt.NDArray[np.int32] = np.empty(drafted * width, dtype=np.int32)
-        slot_of = np.empty(kernel.key_slots(width), dtype=np.int32)
+        # Sparsely filled: collisions cost more than the memory.
+        slot_of = np.empty(kernel.key_slots(4 * width), dtype=np.int32)
         self._scratch = (slot_of, self._alive, np.empty(width, dtype=np.float64), self._missing, self._missing_ids)
         self._totals: npt.NDArray[np.int64] = np.zeros((drafted + 1, 2), dtype=np.int64)
         self._tokens: npt.NDArray[np.int32] = np.empty(tokens, dtype=np.int32)
@@ -230,8 +232,12 @@ class ChunkTransfer:
         self._probs: npt.NDArray[np.float64] = np.empty(tokens * width, dtype=np.float64)
 
 
-_NO_IDS: Final = np.empty(0, dtype=np.int32)
-_NO_PROBS: Final = np.empty(0, dtype=np.float64)
+def _flat(arrays: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
+    """Arrays end to end, copied: the kernel is compiled for one layout, and another would compile a second."""
+    if len(arrays) == 1:
+        return np.array(arrays[0], dtype=dtype, order="C").reshape(-1)  # in a third of the time
+    return np.concatenate(arrays, axis=None, dtype=dtype) if arrays else np.empty(0, dtype=dtype)
+
 
 _REFUSALS: Final = {
     kernel.NOT_IN_LAW: "it is not among the tokens that its law could have drawn there; laws must be those drawn from",

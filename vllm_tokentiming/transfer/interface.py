@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -32,8 +31,7 @@ class Draft(NamedTuple):
     alone: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SparseRows:
+class SparseRows(NamedTuple):
     """Proposal laws of a batch's proxy tokens: entries of a dense array, one row a token, in the order of requests.
 
     Attributes:
@@ -45,10 +43,6 @@ class SparseRows:
     places: npt.NDArray[np.int64]
     probs: npt.NDArray[np.float32]
     vocab_size: int
-
-    def __post_init__(self) -> None:
-        if len(self.places) != len(self.probs):
-            raise ValueError(f"{len(self.places)} places, {len(self.probs)} probabilities; one is needed for each")
 
     @classmethod
     def at_tokens(

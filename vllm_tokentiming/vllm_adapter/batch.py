@@ -1,4 +1,4 @@
-"""Rows of vLLM's batch as requests of the pipeline.
+"""Rows of vLLM's batch as requests of the pipeline. Owns what does not change of the requests of the last batch.
 
 vLLM hands a proposer token ids by row, and rows move between steps. Everything else (ids, sampling parameters, limits)
 is read from the model runner, which the wrap of ``propose_draft_token_ids`` (see ``seam``) hands over for the duration
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ class BatchReader:
     def __init__(self, *, max_model_len: int, max_proposal: int) -> None:
         self._max_model_len = max_model_len
         self._max_proposal = max_proposal
+        self._known: dict[str, _Constants] = {}
 
     def read(
         self,
@@ -46,34 +47,60 @@ class BatchReader:
             token_ids: [rows, max_model_len], the tokens.
         """
         requests: list[TargetRequest | None] = []
+        known: dict[str, _Constants] = {}
+        request_ids, states = runner.input_batch.req_ids, runner.requests
         for row, sampled in enumerate(sampled_token_ids):
-            request_id = runner.input_batch.req_ids[row]
-            state = runner.requests.get(request_id)
+            request_id = request_ids[row]
+            state = states.get(request_id)
             if state is None or state.sampling_params is None or state.prompt_embeds is not None or state.mm_features:
                 # Embeddings and images have no text that a draft could read.
                 requests.append(None)
                 continue
+            constants = self._known.get(request_id)
+            if constants is None or constants.params is not state.sampling_params:
+                constants = _constants(state.sampling_params)
+            known[request_id] = constants
             num_tokens = int(num_tokens_no_spec[row])
             requests.append(
                 TargetRequest(
-                    request_id=request_id,
-                    owner=state,
-                    ids_in_target_vocab=token_ids[row, :num_tokens],
-                    max_proposal=self._limit(state, num_tokens) if sampled else 0,
-                    temperature=float(state.sampling_params.temperature),
-                    seed=_draft_seed(state.sampling_params.seed),
-                    checks_values=state.sampling_params.structured_outputs is not None,
+                    request_id,
+                    state,
+                    token_ids[row, :num_tokens],
+                    self._limit(state, constants.max_tokens, num_tokens) if sampled else 0,
+                    constants.temperature,
+                    constants.seed,
+                    constants.checks_values,
                 )
             )
+        self._known = known
         return requests
 
-    def _limit(self, state: Any, num_tokens: int) -> int:
+    def _limit(self, state: Any, max_tokens: int | None, num_tokens: int) -> int:
         # The verifier adds one token of its own to what it accepts, so the last wanted token is never worth proposing.
         limit = min(self._max_proposal, self._max_model_len - num_tokens - 1)
-        max_tokens = state.sampling_params.max_tokens
         if max_tokens is not None:
             limit = min(limit, max_tokens - (num_tokens - state.num_prompt_tokens) - 1)
         return max(0, limit)
+
+
+class _Constants(NamedTuple):
+    """What stays the same of a request as long as its sampling parameters are the same object."""
+
+    params: Any
+    max_tokens: int | None
+    temperature: float
+    seed: int | None
+    checks_values: bool
+
+
+def _constants(params: Any) -> _Constants:
+    return _Constants(
+        params=params,
+        max_tokens=params.max_tokens,
+        temperature=float(params.temperature),
+        seed=_draft_seed(params.seed),
+        checks_values=params.structured_outputs is not None,
+    )
 
 
 def _draft_seed(seed: int | None) -> int | None:
