@@ -119,6 +119,9 @@ def plan_of(options: argparse.Namespace, further: list[str]) -> Plan:
         # Compiling takes a minute and gains nothing on models this small.
         arguments += ["--enforce-eager", "--served-model-name", TINY_NAME]
     config = speculative_config(options, draft)
+    if config is not None and not options.model and options.method == "tokentiming":
+        # A draft as large as the target never pays, and would soon be left out: there would be nothing to see.
+        config.setdefault("adaptive_length", False)
     if config is not None:
         arguments += ["--speculative-config", json.dumps(config)]
     vllm = Path(sys.executable).parent / "vllm"

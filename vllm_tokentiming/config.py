@@ -61,7 +61,7 @@ class TokenTimingConfig:
     )
     window_radius: int = _option(8, "Sakoe-Chiba radius of the alignment, cells (paper: 8 is best)")
     transfer: TransferMode = _option(
-        "point_mass",
+        "exact",
         "how draft probabilities reach the rejection sampler; all but paper are lossless (docs/losslessness.md)",
     )
     extendable: ExtendableMode = _option(
@@ -101,7 +101,7 @@ class TokenTimingConfig:
             raise ConfigError(
                 "transfer='paper' gives the rejection sampler the paper's scalar probabilities, which changes the "
                 "target's output distribution. Set allow_lossy=true to reproduce the paper, or use "
-                "transfer='point_mass' (lossless)."
+                "transfer='exact' (lossless)."
             )
 
     @classmethod

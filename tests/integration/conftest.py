@@ -29,6 +29,8 @@ def speculative(**options: Any) -> dict[str, Any]:
             "method": "tokentiming",
             "model": str(tiny_pair().draft),
             "num_speculative_tokens": 5,
+            # Between models this small drafting never pays, and what is never drafted tests nothing.
+            "adaptive_length": False,
             **options,
         }
     }
@@ -38,7 +40,9 @@ def plain_form(**options: Any) -> dict[str, Any]:
     proposer = "vllm_tokentiming.TokenTimingProposer"
     return {
         "speculative_config": {"method": "custom_class", "model": proposer, "num_speculative_tokens": 4},
-        "additional_config": {"tokentiming": {"draft_model": str(tiny_pair().draft), **options}},
+        "additional_config": {
+            "tokentiming": {"draft_model": str(tiny_pair().draft), "adaptive_length": False, **options}
+        },
     }
 
 
@@ -58,6 +62,7 @@ def jobs() -> list[dict[str, Any]]:
             *BREAKS,
             "greedy",
         ),
+        job("adaptive", speculative(adaptive_length=True), *COMMON, "greedy"),
         job("point_mass", speculative(transfer="point_mass"), "greedy", "mixed"),
         job("tli", {**speculative(transfer="tli"), **COMPACT}, "greedy", "mixed", "structured"),
         job("slem", speculative(transfer="slem"), "greedy", "mixed"),

@@ -32,6 +32,16 @@ def test_mixed_temperatures(answer, job):
     assert not [reason for reason in found["silences"] if reason.endswith("_failed")]
 
 
+def test_adaptive_length_leaves_drafting_where_it_does_not_pay(answer):
+    """Neither greedy output nor that of a seed depends on when it does."""
+    greedy, mixed, again = answer("adaptive", "greedy"), answer("adaptive", "mixed"), answer("adaptive", "near_the_end")
+    assert greedy["value"] == answer("none", "greedy")["value"]
+    assert mixed["value"]["seeded"][0] == mixed["value"]["seeded"][1]
+    assert again["value"] == answer("none", "near_the_end")["value"]
+    assert sum(found["silences"].get("not_worthwhile", 0) for found in (greedy, mixed, again)) > 0
+    assert sum(found["totals"]["proposals"] for found in (greedy, mixed, again)) > 0
+
+
 def test_a_seed_alone_decides_and_sampling_is_sampling(answer):
     seeded = answer("exact", "mixed")["value"]["seeded"][0]
     assert len({tuple(ids) for ids in seeded}) == len(seeded)

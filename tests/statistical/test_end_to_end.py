@@ -36,6 +36,7 @@ def speculation(transfer: str, **options: Any) -> dict[str, Any]:
         "method": "tokentiming",
         "model": str(tiny_pair().draft),
         "num_speculative_tokens": 4,
+        "adaptive_length": False,
         "transfer": transfer,
         **options,
     }

@@ -42,7 +42,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "num_draft_tokens": None,
         "adaptive_length": True,
         "window_radius": 8,
-        "transfer": "point_mass",
+        "transfer": "exact",
         "extendable": "online",
         "longest_run": 3,
         "allow_lossy": False,
@@ -172,7 +172,7 @@ def test_paper_transfer_needs_the_opt_in() -> None:
     message = refusal(transfer="paper")
     assert "changes the target's output distribution" in message
     assert "allow_lossy=true" in message
-    assert "point_mass" in message
+    assert "transfer='exact'" in message
     assert config(transfer="paper", allow_lossy=True).transfer == "paper"
 
 

@@ -97,6 +97,7 @@ def test_serves_the_tiny_pair_by_default(serve: ModuleType, monkeypatch: pytest.
         "method": "tokentiming",
         "model": str(tmp_path),
         "num_speculative_tokens": 5,
+        "adaptive_length": False,
     }
     assert plan.command[plan.command.index("--served-model-name") + 1] == "tiny"
     assert "--enforce-eager" in plan.command

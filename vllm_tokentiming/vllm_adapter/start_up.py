@@ -54,7 +54,7 @@ def build_pipeline(config: VllmConfig, options: TokenTimingConfig, *, max_propos
         logger.warning(
             "transfer=paper is NOT lossless: it changes the target's output distribution at temperature > 0. It is "
             "kept to "
-            "reproduce the paper (arXiv 2510.15545); use transfer=point_mass to serve users."
+            "reproduce the paper (arXiv 2510.15545); use transfer=exact to serve users."
         )
     mode = ProposalMode(Pair(target, draft, special_tokens, window_radius=options.window_radius), options)
     if mode.restricts_draft:
