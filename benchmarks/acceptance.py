@@ -141,12 +141,16 @@ def use_configuration(llm: Any, draft: str, configuration: dict[str, Any]) -> No
     from vllm_tokentiming import TokenTimingConfig
     from vllm_tokentiming.draft_length import DraftLength
     from vllm_tokentiming.proposal_modes import ProposalMode
+    from vllm_tokentiming.repeats import RepeatAcceptance
 
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     pipeline = worker.model_runner.drafter._pipeline
     # Modes are compared at the same number of draft steps, unless a configuration says otherwise.
-    options = TokenTimingConfig.from_mapping({"draft_model": draft, "adaptive_length": False, **configuration})
+    options = TokenTimingConfig.from_mapping(
+        {"draft_model": draft, "adaptive_length": False, "repeats": False, **configuration}
+    )
     pipeline._length = DraftLength() if options.adaptive_length else None
+    pipeline._repeats = RepeatAcceptance() if options.repeats else None
     pipeline._mode = ProposalMode(pipeline._mode._pair, options)
     if pipeline._mode.restricts_draft:
         pipeline._engine.restrict(pipeline._mode.shared_tokens())

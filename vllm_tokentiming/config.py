@@ -59,6 +59,9 @@ class TokenTimingConfig:
     adaptive_length: bool = _option(
         True, "draft fewer tokens, or none, where they do not pay; false: num_draft_tokens in every cycle"
     )
+    repeats: bool = _option(
+        True, "propose what followed the same words earlier in the request, where that is likelier to pay"
+    )
     window_radius: int = _option(8, "Sakoe-Chiba radius of the alignment, cells (paper: 8 is best)")
     transfer: TransferMode = _option(
         "exact",

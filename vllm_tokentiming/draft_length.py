@@ -26,6 +26,9 @@ _MEMORY: Final = 0.999
 _REQUEST_PRIOR: Final = 4.0
 _TIME_MEMORY: Final = 0.95
 _OLD_EVIDENCE: Final = 0.2
+_FIXED_WORTH: Final = 1.5
+"""Of a draft, where it is not known or must not be."""
+_LEAST_WORTH: Final = 0.3
 _OUTLIER: Final = 4.0
 """A cycle that took so many times the usual waited for something else, such as a request to arrive."""
 _FIXED_THRESHOLD: Final = 0.2
@@ -132,6 +135,9 @@ class _Mode:
         self.rates = {True: _Rate(), False: _Rate()}
         self.verify = _VerifyTime()
         self.drafting = _Rate()
+        """Draft steps."""
+        self.drafts = _Rate()
+        """Cycles that drafted, by the time that drafting took."""
         self._until_probe = _FIRST_PROBE
         self._interval = _PROBE_EVERY
         self._probing = 0
@@ -252,6 +258,8 @@ class DraftLength:
         self._modes: dict[int, _Mode] = {}
         self._cycle = _Cycle(began=0.0, lengths={})
         self._pace: Pace | None = None
+        self._drafted = _Rate()
+        """Accepted tokens, by drafted proposals."""
 
     def begin_cycle(self, now: float, lengths: dict[str, int]) -> None:
         """The verifier is done with the last proposals, whose cycle thus ends.
@@ -297,6 +305,23 @@ class DraftLength:
         )
         return self._pace
 
+    def worth(self, acceptance: RequestAcceptance, *, speculates: bool) -> float:
+        """Tokens that a draft of a request brings in a cycle, less those that the server makes in the time it takes.
+
+        Args:
+            acceptance: the request's own.
+            speculates: whether it would draft; else what the least proposal must bring.
+        """
+        if acceptance.alone:
+            return _FIXED_WORTH
+        if not speculates:
+            return _LEAST_WORTH
+        mode = self._mode(len(self._cycle.lengths))
+        if not mode.drafts.seconds or not self._drafted.seconds:
+            return _FIXED_WORTH
+        cost = mode.rates[True].value / mode.drafts.value / len(self._cycle.lengths)
+        return max(self._drafted.value * acceptance.factor - cost, _LEAST_WORTH)
+
     def chances(self, row: DraftRow, bucket: int) -> tuple[float, float]:
         """Chance that a token of this confidence is accepted, and that of an average next one."""
         if row.acceptance.alone:
@@ -304,14 +329,16 @@ class DraftLength:
         learned, factor = self._acceptance[row.sampled], row.acceptance.factor
         return min(0.99, learned.of(bucket) * factor), min(0.99, learned.mean * factor)
 
-    def observe_row(self, row: DraftRow, *, accepted_share: float) -> None:
+    def observe_row(self, row: DraftRow, *, accepted_tokens: int, num_proposed: int) -> None:
         """What the verifier made of a proposal.
 
         Args:
             row: as the cycle left it.
-            accepted_share: accepted proxy tokens over proposed ones, taken for that of the drafted tokens.
+            accepted_tokens: accepted proxy tokens; their share is taken for that of the drafted tokens.
+            num_proposed: proxy tokens, one at least.
         """
-        accepted = math.floor(accepted_share * len(row.confidences) + 1e-9)
+        self._drafted.add(accepted_tokens, 1.0)
+        accepted = math.floor(accepted_tokens / num_proposed * len(row.confidences) + 1e-9)
         for place, bucket in enumerate(row.confidences[: accepted + 1]):
             learned = self._acceptance[row.sampled]
             row.acceptance.add(accepted=place < accepted, expected=learned.of(bucket))
@@ -327,6 +354,7 @@ class DraftLength:
         mode.verify.add(batch + cycle.num_proposed, seconds - cycle.draft_seconds)
         if cycle.steps:
             mode.drafting.add(cycle.steps, cycle.draft_seconds)
+            mode.drafts.add(1.0, cycle.draft_seconds)
 
     def _mode(self, batch: int) -> _Mode:
         # Sizes that differ by less than a factor of two cost about the same per request.

@@ -33,6 +33,9 @@ class Metrics:
         seconds = _counter(registry, "vllm:tokentiming_seconds", "Time spent, by stage.", ["stage"])
         self._published = {
             "proposals": _counter(registry, "vllm:tokentiming_proposals", "Requests and cycles with a proposal.", []),
+            "repeats": _counter(
+                registry, "vllm:tokentiming_repeats", "Proposals that repeat the request's own text.", []
+            ),
             "draft_tokens": _counter(
                 registry, "vllm:tokentiming_draft_tokens", "Tokens drafted, in the draft's vocabulary.", []
             ),
@@ -59,8 +62,9 @@ class Metrics:
         self.silences[reason] += 1
         self._silences.labels(reason).inc()
 
-    def proposed(self, *, draft_tokens: int, proxy_tokens: int) -> None:
+    def proposed(self, *, draft_tokens: int, proxy_tokens: int, is_repeat: bool = False) -> None:
         """One request has a proposal."""
+        self._cycle["repeats"] += is_repeat
         self._cycle["proposals"] += 1
         self._cycle["draft_tokens"] += draft_tokens
         self._cycle["proxy_tokens"] += proxy_tokens

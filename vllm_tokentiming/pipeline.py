@@ -19,8 +19,9 @@ from vllm_tokentiming.engine.interface import DraftedTokens, DraftEngine, DraftR
 from vllm_tokentiming.errors import UnencodableTextError
 from vllm_tokentiming.metrics import Metrics
 from vllm_tokentiming.pair import BoundaryObserver
-from vllm_tokentiming.policy import Arm, RequestPolicy
+from vllm_tokentiming.policy import FORCED, Arm, RequestPolicy
 from vllm_tokentiming.proposal_modes import ProposalMode
+from vllm_tokentiming.repeats import Repeat, RepeatAcceptance, RequestRepeats
 from vllm_tokentiming.transfer.interface import Draft, Proposals
 from vllm_tokentiming.vocabulary import DraftContext
 
@@ -59,25 +60,32 @@ class _RequestState:
     policy: RequestPolicy
     acceptance: RequestAcceptance
     observer: BoundaryObserver | None
+    repeats: RequestRepeats
     num_stable: int = 0
     """Leading ids of the context that the engine has seen and that have not changed since."""
     given_up: str | None = None
     """Why the request goes on without speculation for good."""
-    proposed: int = 0
-    """Tokens of the last proposal, of which the next commit tells how many were accepted; 0 where there was none."""
-    arm: Arm | None = None
-    row: DraftRow | None = None
-    """How the last proposal was drafted."""
+    proposal: _Proposed | None = None
+    """The last one, of which the next cycle tells how much was accepted; None where there was none."""
 
 
 class _Candidate(NamedTuple):
-    """A request that drafts, or warms its cache, in this cycle."""
+    """A request that drafts, repeats its own text, or warms its cache, in this cycle."""
 
     place: int
     request: TargetRequest
     state: _RequestState
     arm: Arm
     row: DraftRow
+    repeat: Repeat | None = None
+
+
+class _Proposed(NamedTuple):
+    """A proposal that the verifier has not answered yet."""
+
+    num_tokens: int
+    known_tokens: int
+    candidate: _Candidate
 
 
 class Pipeline:
@@ -89,6 +97,7 @@ class Pipeline:
         num_draft_tokens: draft steps in a cycle, at most.
         metrics: counts.
         length: how much of that pays; None: always all of it.
+        repeats: how repeats of a request's own text fare; None: none are proposed.
     """
 
     def __init__(
@@ -99,12 +108,14 @@ class Pipeline:
         num_draft_tokens: int,
         metrics: Metrics,
         length: DraftLength | None = None,
+        repeats: RepeatAcceptance | None = None,
     ) -> None:
         self._mode = mode
         self._engine = engine
         self._num_draft_tokens = num_draft_tokens
         self._metrics = metrics
         self._length = length
+        self._repeats = repeats
         self._states: dict[str, _RequestState] = {}
 
     @property
@@ -140,20 +151,21 @@ class Pipeline:
         return proposals
 
     def _propose(self, requests: Sequence[TargetRequest | None], *, allow_rows: bool, speculates: bool) -> Proposals:
-        nothing = Proposals([[] for _ in requests])
         begun = time.perf_counter()
         candidates = self._candidates(requests, allow_rows=allow_rows, speculates=speculates)
         self._metrics.spent("context", time.perf_counter() - begun)
         if not candidates:
-            return nothing
-        begun = time.perf_counter()
-        drafted = self._draft_all(candidates)
-        self._metrics.spent("draft", time.perf_counter() - begun)
-        if drafted is None:
-            return nothing
+            return Proposals([[] for _ in requests])
         begun = time.perf_counter()
         drafts = [_NO_DRAFT] * len(requests)
-        for candidate, tokens in zip(candidates, drafted, strict=True):
+        for candidate in candidates:
+            if candidate.repeat is not None:
+                drafts[candidate.place] = _NO_DRAFT._replace(proxy=candidate.repeat.ids_in_target_vocab)
+        drafting = [candidate for candidate in candidates if candidate.repeat is None]
+        drafted = self._draft_all(drafting) if drafting else []
+        self._metrics.spent("draft", time.perf_counter() - begun)
+        begun = time.perf_counter()
+        for candidate, tokens in zip(drafting, drafted, strict=True):
             if tokens.reason is not None:
                 self._metrics.silent(tokens.reason.value)
             if tokens.ids_in_draft_vocab:
@@ -180,11 +192,17 @@ class Pipeline:
             if request is None:
                 self._metrics.silent("no_text")
                 continue
+            state = self._state_of(request)
+            self._learn(request, state)
+            repeat = self._repeat(request, state, speculates=speculates)
+            if repeat is not None:
+                row = DraftRow(acceptance=state.acceptance, max_steps=0, sampled=False)
+                candidates.append(_Candidate(index, request, state, FORCED, row, repeat))
+                continue
             # With a seed, output must not depend on who else is served, nor on what takes how long.
-            if not speculates and (request.seed is None or request.temperature <= 0):
+            if not speculates and not state.acceptance.alone:
                 self._metrics.silent("not_worthwhile")
                 continue
-            state = self._state_of(request)
             if not self._commit(request, state):
                 continue
             if request.max_proposal > 0 and state.context.ends_inside_character:
@@ -212,7 +230,8 @@ class Pipeline:
     def _state_of(self, request: TargetRequest) -> _RequestState:
         state = self._states.get(request.request_id)
         if state is not None and (
-            state.owner is not request.owner or state.context.num_target_tokens > len(request.ids_in_target_vocab)
+            state.owner is not request.owner
+            or max(state.context.num_target_tokens, state.repeats.num_tokens) > len(request.ids_in_target_vocab)
         ):
             self.release(request.request_id)
             state = None
@@ -223,8 +242,36 @@ class Pipeline:
                 policy=self._mode.new_policy(alone=request.seed is not None),
                 acceptance=RequestAcceptance(alone=request.seed is not None and request.temperature > 0),
                 observer=self._mode.new_observer(),
+                repeats=RequestRepeats(),
             )
         return state
+
+    def _learn(self, request: TargetRequest, state: _RequestState) -> None:
+        """What the verifier made of the last proposal."""
+        if state.proposal is None:
+            return
+        (proposed, known, candidate), state.proposal = state.proposal, None
+        # The verifier adds one token of its own to those that it accepted.
+        accepted = min(max(len(request.ids_in_target_vocab) - known - 1, 0), proposed)
+        if candidate.repeat is not None and self._repeats is not None:
+            self._repeats.observe(candidate.repeat, accepted)
+            return
+        state.policy.observe(candidate.arm, accepted)
+        if self._length is not None:
+            self._length.observe_row(candidate.row, accepted_tokens=accepted, num_proposed=proposed)
+
+    def _repeat(self, request: TargetRequest, state: _RequestState, *, speculates: bool) -> Repeat | None:
+        """What followed the same words earlier in the text, where that is likelier to pay than a draft."""
+        if self._repeats is None:
+            return None
+        state.repeats.commit(request.ids_in_target_vocab[state.repeats.num_tokens :].tolist())
+        repeat = state.repeats.find(request.max_proposal)
+        if repeat is None:
+            return None
+        worth = _REPEAT_OVER_DRAFT
+        if self._length is not None:
+            worth = self._length.worth(state.acceptance, speculates=speculates)
+        return repeat if self._repeats.expected(repeat, alone=state.acceptance.alone) > worth else None
 
     def _commit(self, request: TargetRequest, state: _RequestState) -> bool:
         """Bring the context up to date; False where the request cannot go on with speculation."""
@@ -234,14 +281,6 @@ class Pipeline:
         new = request.ids_in_target_vocab[state.context.num_target_tokens :].tolist()
         if not new:
             return True
-        proposed, arm, row = state.proposed, state.arm, state.row
-        state.proposed, state.arm, state.row = 0, None, None
-        if proposed and arm is not None:
-            # The verifier adds one token of its own to those that it accepted.
-            accepted = min(len(new) - 1, proposed)
-            state.policy.observe(arm, accepted)
-            if self._length is not None and row is not None:
-                self._length.observe_row(row, accepted_share=accepted / proposed)
         try:
             state.context.commit(new)
             if state.observer is not None:
@@ -264,7 +303,7 @@ class Pipeline:
         self._engine.release(request.request_id)
         self._metrics.silent(reason)
 
-    def _draft_all(self, candidates: Sequence[_Candidate]) -> list[DraftedTokens] | None:
+    def _draft_all(self, candidates: Sequence[_Candidate]) -> list[DraftedTokens]:
         requests = [
             DraftRequest(
                 request_id=candidate.request.request_id,
@@ -290,7 +329,7 @@ class Pipeline:
             self._metrics.warn_once(
                 "engine_failed", "the draft engine failed, requests go on without proposals: %s", error, exc_info=True
             )
-            return None
+            return [DraftedTokens(ids_in_draft_vocab=[])] * len(candidates)
         for candidate in candidates:
             candidate.state.num_stable = len(candidate.state.context.ids)
         return drafted
@@ -310,14 +349,13 @@ class Pipeline:
             return self._mode.proposals(drafts)
 
     def _remember(self, candidates: Sequence[_Candidate], drafts: Sequence[Draft], proposals: Proposals) -> None:
-        """Count proposals, and keep what the next commit of each request will tell about."""
+        """Count proposals, and keep what the next cycle will tell about."""
         for candidate in candidates:
             drafted = len(drafts[candidate.place].ids_in_draft_vocab)
             count = len(proposals.ids_in_target_vocab[candidate.place])
             if count:
-                self._metrics.proposed(draft_tokens=drafted, proxy_tokens=count)
-                candidate.state.proposed, candidate.state.arm = count, candidate.arm
-                candidate.state.row = candidate.row
+                self._metrics.proposed(draft_tokens=drafted, proxy_tokens=count, is_repeat=candidate.repeat is not None)
+                candidate.state.proposal = _Proposed(count, len(candidate.request.ids_in_target_vocab), candidate)
             elif drafted:
                 self._metrics.silent("no_proxy_tokens")
 
@@ -327,4 +365,6 @@ def _seed_of_cycle(request: TargetRequest) -> int | None:
     return None if request.seed is None else (request.seed + len(request.ids_in_target_vocab)) % (1 << 63)
 
 
+_REPEAT_OVER_DRAFT: Final = 1.5
+"""Tokens that a repeat must be expected to bring, where nothing is known of what a draft brings."""
 _NO_DRAFT: Final = Draft([], None, None, planned_steps=0, max_tokens=0)

@@ -106,6 +106,8 @@ class ProposalMode:
         return Proposals([proxy or [] for proxy in given])
 
     def _re_tokenised(self, draft: Draft) -> list[int]:
+        if draft.proxy is not None:
+            return draft.proxy
         if self.restricts_draft:
             return self._shared_prefix(draft)
         return self._pair.proxy_tokenizer.proxy(draft.ids_in_draft_vocab)[: draft.max_tokens]
@@ -125,7 +127,7 @@ class ProposalMode:
     def _paper_proposals(self, drafts: Sequence[Draft], given: list[list[int] | None]) -> Proposals:
         del given
         # Aligned whole and cut after: the last token kept is not the last one drafted.
-        proxies = [self._pair.proxy_tokenizer.proxy(draft.ids_in_draft_vocab) for draft in drafts]
+        proxies = [draft.proxy or self._pair.proxy_tokenizer.proxy(draft.ids_in_draft_vocab) for draft in drafts]
         last_draft_index = self._pair.last_draft_index([draft.ids_in_draft_vocab for draft in drafts], proxies)
         kept = [proxy[: draft.max_tokens] for draft, proxy in zip(drafts, proxies, strict=True)]
         scalars = [

@@ -31,6 +31,7 @@ def speculative(**options: Any) -> dict[str, Any]:
             "num_speculative_tokens": 5,
             # Between models this small drafting never pays, and what is never drafted tests nothing.
             "adaptive_length": False,
+            "repeats": False,
             **options,
         }
     }
@@ -41,7 +42,12 @@ def plain_form(**options: Any) -> dict[str, Any]:
     return {
         "speculative_config": {"method": "custom_class", "model": proposer, "num_speculative_tokens": 4},
         "additional_config": {
-            "tokentiming": {"draft_model": str(tiny_pair().draft), "adaptive_length": False, **options}
+            "tokentiming": {
+                "draft_model": str(tiny_pair().draft),
+                "adaptive_length": False,
+                "repeats": False,
+                **options,
+            }
         },
     }
 
@@ -62,7 +68,8 @@ def jobs() -> list[dict[str, Any]]:
             *BREAKS,
             "greedy",
         ),
-        job("adaptive", speculative(adaptive_length=True), *COMMON, "greedy"),
+        job("adaptive", speculative(adaptive_length=True, repeats=True), *COMMON, "greedy"),
+        job("repeats", {**speculative(repeats=True), **COMPACT}, *COMMON, "structured", "abort_and_reuse"),
         job("point_mass", speculative(transfer="point_mass"), "greedy", "mixed"),
         job("tli", {**speculative(transfer="tli"), **COMPACT}, "greedy", "mixed", "structured"),
         job("slem", speculative(transfer="slem"), "greedy", "mixed"),

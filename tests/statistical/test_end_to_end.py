@@ -37,6 +37,7 @@ def speculation(transfer: str, **options: Any) -> dict[str, Any]:
         "model": str(tiny_pair().draft),
         "num_speculative_tokens": 4,
         "adaptive_length": False,
+        "repeats": False,
         "transfer": transfer,
         **options,
     }

@@ -50,7 +50,7 @@ class Server:
             while accepted < len(values[place]) and self.rng.random() < self.chance(values[place][accepted]):
                 accepted += 1
             if values[place]:
-                length.observe_row(rows[place], accepted_share=accepted / len(values[place]))
+                length.observe_row(rows[place], accepted_tokens=accepted, num_proposed=len(values[place]))
             self.lengths[request] += accepted + 1
             self.tokens += accepted + 1
 

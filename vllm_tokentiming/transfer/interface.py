@@ -21,6 +21,7 @@ class Draft(NamedTuple):
             this above k: the last token then counts as one that could have been extended.
         max_tokens: proxy tokens wanted at most.
         alone: the rows must not depend on other requests.
+        proxy: proxy tokens where they are known already, and nothing was drafted; their rows are point masses.
     """
 
     ids_in_draft_vocab: Sequence[int]
@@ -29,6 +30,7 @@ class Draft(NamedTuple):
     planned_steps: int
     max_tokens: int
     alone: bool = False
+    proxy: list[int] | None = None
 
 
 class SparseRows(NamedTuple):

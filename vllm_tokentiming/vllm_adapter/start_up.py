@@ -11,6 +11,7 @@ from vllm_tokentiming.metrics import Metrics
 from vllm_tokentiming.pair import Pair
 from vllm_tokentiming.pipeline import Pipeline
 from vllm_tokentiming.proposal_modes import ProposalMode
+from vllm_tokentiming.repeats import RepeatAcceptance
 from vllm_tokentiming.vllm_adapter.draft_check import load_vocabulary
 from vllm_tokentiming.vocabulary import SpecialTokenMap, overlap
 
@@ -65,6 +66,7 @@ def build_pipeline(config: VllmConfig, options: TokenTimingConfig, *, max_propos
         num_draft_tokens=options.num_draft_tokens or max_proposal,
         metrics=metrics,
         length=DraftLength() if options.adaptive_length else None,
+        repeats=RepeatAcceptance() if options.repeats else None,
     )
     shared = overlap(target, draft)
     logger.info(
