@@ -16,9 +16,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import operator
 import os
 import statistics
 from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +46,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0])
     parser.add_argument("--num-speculative-tokens", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=48)
+    parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--configurations", nargs="+", required=True, help="JSON objects of plugin options")
@@ -72,28 +75,42 @@ def build(arguments: argparse.Namespace) -> Any:
 
 
 class ExpectedAcceptance:
-    """Sums what the verifier was to accept; wraps vLLM's ``rejection_sample``."""
+    """Sums what the verifier was to accept, by request; wraps vLLM's ``rejection_sample``.
 
-    def __init__(self, num_speculative_tokens: int) -> None:
+    Args:
+        request_ids: gives the ids of vLLM's batch, in order.
+    """
+
+    def __init__(self, request_ids: Callable[[], Sequence[str]]) -> None:
         from vllm.v1.sample import rejection_sampler
 
         self._stock = rejection_sampler.rejection_sample
-        self._most = num_speculative_tokens
-        self.reset()
+        self._request_ids = request_ids
+        self._chances: defaultdict[str, list[list[float]]] = defaultdict(list)
         rejection_sampler.rejection_sample = self._observe
 
     def reset(self) -> None:
         """Begin a measurement."""
-        self.drafts, self.total, self.squares = 0, 0.0, 0.0
-        self.per_position = [0.0] * self._most
+        self._chances.clear()
 
-    def summary(self) -> dict[str, Any]:
-        """The sums since :meth:`reset`; ``squares`` is for the standard error."""
+    def summary(self, requests: Collection[str]) -> dict[str, Any]:
+        """The sums over some requests since :meth:`reset`; ``squares`` is for the standard error."""
+        # vLLM's core appends "-" and random digits to a request's id.
+        drafts = [
+            list(accumulate(chances, operator.mul))
+            for request_id, proposals in self._chances.items()
+            if request_id.rpartition("-")[0] in requests
+            for chances in proposals
+        ]
+        longest = max(map(len, drafts), default=0)
         return {
-            "drafts": self.drafts,
-            "accepted_tokens": self.total,
-            "squares": self.squares,
-            "accepted_per_position": self.per_position,
+            "drafts": len(drafts),
+            "accepted_tokens": sum(map(sum, drafts)),
+            "squares": sum(sum(reached) ** 2 for reached in drafts),
+            "accepted_per_position": [
+                sum(reached[position] for reached in drafts if len(reached) > position) for position in range(longest)
+            ],
+            "proposed_tokens": sum(map(len, drafts)),
         }
 
     def _observe(  # noqa: PLR0917 - vLLM passes them by position
@@ -118,18 +135,10 @@ class ExpectedAcceptance:
             if draft_probs is not None:
                 chance /= draft_probs.gather(1, proposed)
         at = 0
-        for count in num_draft_tokens:
-            if count and padding[at]:
-                at += count
-                continue
-            reached = chance[at : at + count, 0].clamp(max=1.0).cumprod(0).tolist()
+        for request_id, count in zip(self._request_ids(), num_draft_tokens, strict=False):
+            if count and not padding[at]:
+                self._chances[request_id].append(chance[at : at + count, 0].clamp(max=1.0).tolist())
             at += count
-            if count:
-                self.drafts += 1
-                self.total += sum(reached)
-                self.squares += sum(reached) ** 2
-                for position, value in enumerate(reached):
-                    self.per_position[position] += value
         return self._stock(
             draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target_logits,
             *args, **kwargs,
@@ -163,7 +172,7 @@ def measure(
     *,
     temperature: float,
     expected: ExpectedAcceptance,
-) -> list[dict]:
+) -> list[dict[str, Any]]:
     """Counts by task."""
     from vllm import SamplingParams
 
@@ -171,47 +180,48 @@ def measure(
 
     use_configuration(llm, arguments.draft, configuration)
     tokenizer = llm.get_tokenizer()
-    records = []
-    for task in arguments.tasks:
-        prompts = load_prompts(arguments.prompts, tasks=[task], per_task=arguments.per_task)
-        params = SamplingParams(
-            n=arguments.samples, temperature=temperature, max_tokens=arguments.max_tokens, ignore_eos=True
-        )
-        before = speculation_counters(llm)
-        expected.reset()
-        inputs = [{"prompt_token_ids": prompt_ids(tokenizer, prompt.text)} for prompt in prompts]
-        outputs = llm.generate(inputs, params, use_tqdm=False)
-        records.append(
-            {
-                "configuration": configuration,
-                "temperature": temperature,
-                "task": task,
-                "tokens": sum(len(sample.token_ids) for output in outputs for sample in output.outputs),
-                "speculation": difference(speculation_counters(llm), before),
-                "expected": expected.summary(),
-            }
-        )
-    return records
+    # All at once: a large batch makes the most of the machine.
+    prompts = load_prompts(arguments.prompts, tasks=arguments.tasks, per_task=arguments.per_task)
+    params = SamplingParams(n=1, temperature=temperature, max_tokens=arguments.max_tokens, ignore_eos=True)
+    inputs = [{"prompt_token_ids": prompt_ids(tokenizer, p.text)} for p in prompts for _ in range(arguments.samples)]
+    tasks = [p.task for p in prompts for _ in range(arguments.samples)]
+    before = speculation_counters(llm)
+    expected.reset()
+    outputs = llm.generate(inputs, params, use_tqdm=False)
+    counted = difference(speculation_counters(llm), before)
+    return [
+        {
+            "configuration": configuration,
+            "temperature": temperature,
+            "task": task,
+            "expected": expected.summary({o.request_id for o, of in zip(outputs, tasks, strict=True) if of == task}),
+            "counted_over_all_tasks": counted,
+        }
+        for task in arguments.tasks
+    ]
 
 
 def print_table(document: dict[str, Any]) -> None:
-    """Expected accepted length by task, its mean with the standard error, the counted mean, and by position."""
+    """Expected accepted length by task, the mean of tasks, over all drafts, as vLLM counted it, and by position."""
     rows: dict[tuple[float, str], dict[str, dict[str, Any]]] = defaultdict(dict)
     for record in document["records"]:
         rows[record["temperature"], json.dumps(record["configuration"])][record["task"]] = record
     tasks = list(dict.fromkeys(record["task"] for record in document["records"]))
-    heads = ["T", "options", *tasks, "mean", "counted", "by position"]
+    heads = ["T", "options", *tasks, "mean", "all drafts", "counted", "by position"]
     print("\n| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|")
     for (temperature, name), by_task in rows.items():
         expected = [by_task[task]["expected"] for task in tasks if task in by_task]
-        counted = [by_task[task]["speculation"] for task in tasks if task in by_task]
+        counted = next(iter(by_task.values()))["counted_over_all_tasks"]
         lengths = [1 + each["accepted_tokens"] / max(1, each["drafts"]) for each in expected]
         error = math.sqrt(sum(_squared_error(each) for each in expected)) / len(expected)
         drafts = sum(each["drafts"] for each in expected)
-        positions = [sum(c) / drafts for c in zip(*(each["accepted_per_position"] for each in expected), strict=True)]
+        positions = [
+            sum(c) / drafts for c in zip_longest(*(each["accepted_per_position"] for each in expected), fillvalue=0.0)
+        ]
         cells = [f"{length:.2f}" for length in lengths]
         cells.append(f"{statistics.mean(lengths):.3f} ± {error:.3f}")
-        cells.append(f"{statistics.mean(1 + each['accepted_tokens'] / max(1, each['drafts']) for each in counted):.3f}")
+        cells.append(f"{1 + sum(each['accepted_tokens'] for each in expected) / drafts:.3f}")
+        cells.append(f"{1 + counted['accepted_tokens'] / max(1, counted['drafts']):.3f}")
         cells.append(" ".join(f"{value:.2f}" for value in positions))
         print(f"| {temperature} | {name} | " + " | ".join(cells) + " |")
 
@@ -226,7 +236,8 @@ def main() -> None:
     arguments = parse_arguments()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     llm = build(arguments)
-    expected = ExpectedAcceptance(arguments.num_speculative_tokens)
+    batch = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.input_batch
+    expected = ExpectedAcceptance(lambda: batch.req_ids)
     document: dict[str, Any] = {
         "format": FORMAT,
         "kind": "acceptance",
