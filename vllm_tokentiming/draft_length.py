@@ -148,6 +148,10 @@ class _Mode:
         plain = self.rates[False].value
         return plain == 0.0 or self.rates[True].value >= plain
 
+    def hurry(self) -> None:
+        """Another request came, which may be of another kind. The surer the choice is, the less that counts."""
+        self._until_probe = min(self._until_probe, self._interval // 8)
+
     def choose(self) -> bool:
         better = self.better()
         if self._probing:
@@ -243,6 +247,7 @@ class _Cycle:
 
     began: float
     lengths: dict[str, int]
+    speculates: bool = True
     steps: int = 0
     tells: bool = True
     draft_seconds: float = 0.0
@@ -250,9 +255,14 @@ class _Cycle:
 
 
 class DraftLength:
-    """Learns what drafting costs and brings, and decides how much of it to do."""
+    """Learns what drafting costs and brings, and decides how much of it to do.
 
-    def __init__(self) -> None:
+    Args:
+        timed: False leaves out all that depends on clocks, and always drafts: for several ranks that must decide alike.
+    """
+
+    def __init__(self, *, timed: bool = True) -> None:
+        self._timed = timed
         self._acceptance = {True: _Acceptance(), False: _Acceptance()}
         self._prior = _Acceptance()
         self._modes: dict[int, _Mode] = {}
@@ -269,6 +279,10 @@ class DraftLength:
             lengths: known tokens of each request of the batch.
         """
         last, self._cycle = self._cycle, _Cycle(began=now, lengths=lengths)
+        if not self._timed:
+            return
+        if not lengths.keys() <= last.lengths.keys():
+            self._mode(len(lengths)).hurry()
         gains = [length - last.lengths.get(request_id, length) for request_id, length in lengths.items()]
         # With a request that came, went or was read in between, the time was not that of verifying alone.
         if last.tells and gains and len(lengths) == len(last.lengths) and min(gains) > 0:
@@ -285,7 +299,8 @@ class DraftLength:
 
     def speculates(self) -> bool:
         """Whether to draft in this cycle."""
-        return self._mode(len(self._cycle.lengths)).choose()
+        self._cycle.speculates = not self._timed or self._mode(len(self._cycle.lengths)).choose()
+        return self._cycle.speculates
 
     def pace(self, rows: Sequence[DraftRow], *, missing_tokens: int) -> Pace:
         """The decisions of one cycle.
@@ -300,7 +315,7 @@ class DraftLength:
             self,
             rows,
             step_cost=rate / steps_per_second if steps_per_second else 0.0,
-            token_cost=rate * mode.verify.slope,
+            token_cost=rate * mode.verify.slope if self._timed else _FIXED_THRESHOLD,
             missing_tokens=missing_tokens,
         )
         return self._pace
@@ -347,7 +362,7 @@ class DraftLength:
     def _observe(self, cycle: _Cycle, *, tokens: int, seconds: float) -> None:
         batch = len(cycle.lengths)
         mode = self._mode(batch)
-        rate = mode.rates[cycle.steps > 0]
+        rate = mode.rates[cycle.speculates]
         if rate.value > 0.0 and seconds * rate.value > _OUTLIER * tokens:
             return
         rate.add(tokens, seconds)

@@ -156,6 +156,33 @@ def test_a_request_with_a_seed_depends_on_nothing_but_its_own_laws():
     assert len({steps_alone(length, others=others) for length in (fresh, experienced) for others in (0, 3)}) == 1
 
 
+def test_without_a_clock_ranks_decide_alike():
+    def steps(draft):
+        server = Server(draft=draft, batch=3, chance=lambda c: c, confidence=lambda rng: rng.choice([0.2, 0.9]), seed=4)
+        server.rate(cycles=100, length=DraftLength(timed=False))
+        return server.drafted
+
+    quick, slow = steps(0.001), steps(3.0)
+    assert quick == slow
+    assert min(quick) > 0
+
+
+def test_repeats_alone_do_not_speak_against_drafting():
+    """A cycle in which every request repeats its own text drafts nothing, and yet it is one of speculation."""
+    length = DraftLength()
+    server = Server(draft=0.02, chance=lambda _: 0.7, confidence=lambda _: 0.7)
+    for cycle in range(300):
+        if cycle % 2:
+            server.cycle(length)
+            continue
+        length.begin_cycle(server.now, dict(server.lengths))
+        length.speculates()
+        length.end_cycle(server.now, num_proposed=8)
+        server.now += server.verify
+        server.lengths["0"] += 9
+    assert sum(server.drafted[-50:]) >= 48  # a probe or two aside
+
+
 def test_not_a_number_counts_as_no_confidence():
     length = DraftLength()
     row = DraftRow(acceptance=RequestAcceptance(alone=False), max_steps=5, sampled=False)

@@ -65,7 +65,8 @@ def build_pipeline(config: VllmConfig, options: TokenTimingConfig, *, max_propos
         engine=engine,
         num_draft_tokens=options.num_draft_tokens or max_proposal,
         metrics=metrics,
-        length=DraftLength() if options.adaptive_length else None,
+        # Ranks have a clock each, and must draft alike.
+        length=DraftLength(timed=config.parallel_config.tensor_parallel_size == 1) if options.adaptive_length else None,
         repeats=RepeatAcceptance() if options.repeats else None,
     )
     shared = overlap(target, draft)
