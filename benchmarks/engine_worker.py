@@ -55,6 +55,7 @@ def measure(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
     return {
         "seconds": seconds,
         "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
+        "first_token_seconds": [output.metrics.first_token_latency for output in outputs],
         "speculation": difference(after, before),
     }
 

@@ -24,7 +24,7 @@ from benchmarks.prompts import FIVE_TASKS, Prompt, load_prompts
 from benchmarks.provenance import provenance, without_folders
 from benchmarks.systems import System, parse_system
 
-FORMAT = 1
+FORMAT = 2
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -39,7 +39,7 @@ class Engine:
         environment = {**cpu_environment(os.environ), **system.environment}
         self._log = log.open("w", encoding="utf-8")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.engine_worker", json.dumps({**shared_args, **system.engine_args})],
+            [sys.executable, "-m", system.worker, json.dumps({**shared_args, **system.engine_args})],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -104,7 +104,7 @@ def batches(prompts: Sequence[Prompt], size: int) -> Iterator[list[Prompt]]:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure everything; returns the JSON document."""
+    """Measure everything, writing the JSON document as it grows; returns it."""
     systems = [
         parse_system(text, draft=arguments.draft, num_speculative_tokens=arguments.num_speculative_tokens)
         for text in arguments.systems
@@ -122,6 +122,20 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     engines: list[Engine] = []
     records: list[dict[str, Any]] = []
+    where = provenance()
+
+    def document() -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "kind": "end_to_end",
+            "provenance": where,
+            "settings": without_folders({**vars(arguments), **shared}),
+            "systems": [
+                {**without_folders(dataclasses.asdict(e.system)), "start_seconds": e.start_seconds} for e in engines
+            ],
+            "records": records,
+        }
+
     try:
         for system in systems:
             log = arguments.output.with_suffix(f".{system.name.replace(' ', '-').replace('/', '-')}.log")
@@ -146,19 +160,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                         }
                     )
             print(f"{turn + 1}: {batch[0].task}", flush=True)
+            # Written as it goes: a run takes long.
+            arguments.output.write_text(json.dumps(document(), indent=1) + "\n", encoding="utf-8")
     finally:
         for engine in engines:
             engine.close()
-    return {
-        "format": FORMAT,
-        "kind": "end_to_end",
-        "provenance": provenance(),
-        "settings": without_folders({**vars(arguments), **shared}),
-        "systems": [
-            {**without_folders(dataclasses.asdict(e.system)), "start_seconds": e.start_seconds} for e in engines
-        ],
-        "records": records,
-    }
+    return document()
 
 
 def _sampling(temperature: float, max_tokens: int) -> dict[str, Any]:
@@ -172,9 +179,7 @@ def main() -> None:
 
     arguments = parse_arguments()
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    document = run(arguments)
-    arguments.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print_tables(document)
+    print_tables(run(arguments))
 
 
 if __name__ == "__main__":
