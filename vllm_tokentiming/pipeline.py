@@ -137,9 +137,9 @@ class Pipeline:
                     tokens.ids_in_draft_vocab,
                     tokens.law_ids,
                     tokens.law_probs,
-                    planned_steps=self._num_draft_tokens,
-                    max_tokens=request.max_proposal,
-                    alone=request.seed is not None,
+                    self._num_draft_tokens,
+                    request.max_proposal,
+                    request.seed is not None,
                 )
         proposals = self._proposals(drafts)
         self._remember(candidates, drafts, proposals)
@@ -225,16 +225,15 @@ class Pipeline:
 
     def _draft_all(self, candidates: Sequence[_Candidate]) -> list[DraftedTokens] | None:
         requests = [
+            # By place: keywords double the time that it takes.
             DraftRequest(
-                request_id=candidate.request.request_id,
-                context_ids=candidate.state.context.ids,
-                num_steps=self._num_draft_tokens if candidate.request.max_proposal > 0 else 0,
-                num_stable=candidate.state.num_stable,
-                sampling=self._mode.sampling(
-                    candidate.arm, temperature=candidate.request.temperature, seed=candidate.request.seed
-                ),
+                request.request_id,
+                state.context.ids,
+                self._num_draft_tokens if request.max_proposal > 0 else 0,
+                state.num_stable,
+                self._mode.sampling(arm, temperature=request.temperature, seed=request.seed),
             )
-            for candidate in candidates
+            for _, request, state, arm in candidates
         ]
         try:
             drafted = self._engine.draft(requests)
