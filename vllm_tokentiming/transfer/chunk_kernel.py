@@ -198,7 +198,7 @@ def pack_entries(  # noqa: PLR0917 - a compiled function takes no keywords cheap
 @_compiled
 def _next_word(word: int, proxies: npt.NDArray[np.int32]) -> int:
     at = word >> REST_SHIFT
-    return int((at + 1) << REST_SHIFT | proxies[at])
+    return int((at + 1) << REST_SHIFT | int(proxies[at]))
 
 
 @_compiled
