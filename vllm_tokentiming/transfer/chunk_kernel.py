@@ -198,7 +198,7 @@ def pack_entries(  # noqa: PLR0917 - a compiled function takes no keywords cheap
 @_compiled
 def _next_word(word: int, proxies: npt.NDArray[np.int32]) -> int:
     at = word >> REST_SHIFT
-    return int((at + 1) << REST_SHIFT | proxies[at])
+    return int((at + 1) << REST_SHIFT | int(proxies[at]))
 
 
 @_compiled
@@ -231,49 +231,47 @@ def _push_forward(  # noqa: C901, PLR0912, PLR0917 - one pass; a compiled functi
     """
     count, slot_mask = len(alive), len(slot_of) - 1
     while num_tokens < most_tokens:
-        # Revealed before the row: the chunk goes on, and whether this link may carry a law.
-        token, link = (drawn & ELEMENT) >> TOKEN_SHIFT, drawn & LINK
-        kept, total = 0, 0.0
-        for other in range(count):
-            if alive[other] & LINK == link:
-                alive[kept] = alive[other]
-                alive_probs[kept] = alive_probs[other]
-                total += alive_probs[other]
-                kept += 1
-        if not total < np.inf:
-            return num_tokens, -1
+        token, link, more = (drawn & ELEMENT) >> TOKEN_SHIFT, drawn & LINK, drawn & MORE
         row, row_start = num_tokens * target_size, stored
-        if link and total > 0.0:
-            slot_of[:] = EMPTY
-            for other in range(kept):
-                place = row + ((alive[other] & ELEMENT) >> TOKEN_SHIFT)
+        kept, total = 0, 0.0
+        slot_of[:] = EMPTY
+        for other in range(count):
+            word, probability = alive[other], alive_probs[other]
+            # Revealed before the row: the chunk goes on (else it is not alive), and whether this link may carry a law.
+            if word & LINK != link:
+                continue
+            total += probability
+            place = row + ((word & ELEMENT) >> TOKEN_SHIFT)
+            if link:
                 slot = _first_slot(place, slot_mask)
                 while slot_of[slot] != EMPTY and places[slot_of[slot]] != place:
                     slot = (slot + 1) & slot_mask
                 if slot_of[slot] == EMPTY:
                     slot_of[slot] = stored
                     places[stored] = place
-                    probs[stored] = 0.0
+                    probs[stored] = probability
                     stored += 1
-                probs[slot_of[slot]] += alive_probs[other]
+                else:
+                    probs[slot_of[slot]] += probability
+            # Revealed after it: the proxy token. For the next row.
+            if more and word & MORE and place == row + token:
+                alive[kept] = _next_word(word, proxies)
+                alive_probs[kept] = probability
+                kept += 1
+        if not total < np.inf:
+            return num_tokens, -1
+        if link and total > 0.0:
             for entry in range(row_start, stored):
                 probs[entry] /= total
         else:
-            places[stored] = row + token
-            probs[stored] = 1.0
-            stored += 1
+            places[row_start] = row + token
+            probs[row_start] = 1.0
+            stored = row_start + 1
         tokens[num_tokens] = token
         num_tokens += 1
-        if not drawn & MORE:
+        if not more:
             break
-        # Revealed after it: the proxy token.
-        count = 0
-        for other in range(kept):
-            word = alive[other]
-            if (word & ELEMENT) >> TOKEN_SHIFT == token and word & MORE:
-                alive[count] = _next_word(word, proxies)
-                alive_probs[count] = alive_probs[other]
-                count += 1
+        count = kept
         drawn = _next_word(drawn, proxies)
     return num_tokens, stored
 
