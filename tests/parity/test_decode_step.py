@@ -131,21 +131,6 @@ def test_another_architecture_goes_through_the_layers(tmp_path: Path, caplog: py
     assert "through vLLM's layers: Gemma3ForCausalLM is not one of" in caplog.text
 
 
-def test_the_number_of_threads_is_what_it_was(tiny: tuple[Any, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, kind = tiny
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        _compare(engine, kind, lengths=[9, 4], rows_by_step=[2, 1])
-        assert torch.get_num_threads() == 2
-        monkeypatch.setattr(engine._forward.hand_step, "_layers", [None])
-        with pytest.raises(AttributeError):
-            _run(engine, lengths=[3], rows_by_step=[1], by_hand=True)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-
-
 def _broken(name: str, replacement: Callable[..., Any]) -> Any:
     """A stand-in for ``torch`` in the step's module: one kernel is another."""
     kernels = {
@@ -157,7 +142,7 @@ def _broken(name: str, replacement: Callable[..., Any]) -> Any:
     }  # fmt: skip
     original = kernels[name].default
     kernels[name] = SimpleNamespace(default=lambda *arguments: replacement(original, *arguments))
-    names = ("get_num_threads", "set_num_threads", "index_select", "zeros", "arange", "int32", "split", "unflatten")
+    names = ("index_select", "zeros", "arange", "int32", "split", "unflatten")
     return SimpleNamespace(
         **{name: getattr(torch, name) for name in names}, ops=SimpleNamespace(_C=SimpleNamespace(**kernels))
     )

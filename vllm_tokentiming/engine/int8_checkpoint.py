@@ -108,8 +108,8 @@ def _read_config(source: Path) -> dict[str, Any]:
         config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"the config.json of the draft in {source} cannot be read: {error}. Required with draft_quantization='int8': "
-            "a model's folder."
+            f"the config.json of the draft in {source} cannot be read: {error}. Required with "
+            "draft_quantization='int8': a model's folder."
         ) from error
     require_not_quantized(config, str(source))
     return config
@@ -190,8 +190,8 @@ def _write(source: Path, config: dict[str, Any], shards: list[Path], made: Path)
         for key, tensor in _read(shard):
             if "experts" in key or tensor.ndim > 2:
                 raise ConfigError(
-                    f"draft_quantization='int8' takes dense drafts; {source} has {key} {tuple(tensor.shape)}. Leave the "
-                    "option out."
+                    f"draft_quantization='int8' takes dense drafts; {source} has {key} {tuple(tensor.shape)}. "
+                    "Leave the option out."
                 )
             if _LINEAR.search(key) or (key == _HEAD and int8_head):
                 written |= _quantized(key, tensor)

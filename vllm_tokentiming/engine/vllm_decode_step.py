@@ -7,7 +7,7 @@ that they were read in, and only after :func:`agrees` has compared a step with v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -31,9 +31,6 @@ _VERSION = "0.32."
 _KNOWN = (LlamaForCausalLM, Qwen2ForCausalLM)
 """Exactly these: a subclass may do more."""
 
-_FEW_ROWS = 8
-"""Up to this many rows norms, rotation and activation take one thread a few µs."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
@@ -52,7 +49,7 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    """Activations for one number of rows: views of one allocation."""
+    """Activations for one number of rows; queries, keys and values are views of ``qkv``."""
 
     residual: torch.Tensor
     hidden: torch.Tensor
@@ -108,10 +105,6 @@ def _unfit_model(model: Any, cache: DraftKVCache) -> Iterator[str]:
         yield "its layers differ in shape"
 
 
-def _leave_threads(_number: int) -> None:
-    """In place of ``torch.set_num_threads``."""
-
-
 class LlamaDecodeStep:
     """One token for each row of a batch.
 
@@ -134,6 +127,7 @@ class LlamaDecodeStep:
         self._block_size = cache.block_size
         self._attention = attention.attn.impl
         self._builder = cache.attention_groups[0].get_metadata_builder()
+        self._split_kv = envs.VLLM_CPU_ATTN_SPLIT_KV
         self._layers = self._bind(body)
         self._buffers: dict[int, _Buffers] = {}
 
@@ -201,41 +195,7 @@ class LlamaDecodeStep:
             block_table: int32 [B, width].
             slots: int64 [B], overwritten with where the KV goes.
         """
-        rows = len(ids)
-        buffers = self._buffers.get(rows) or self._make_buffers(rows)
-        threads = torch.get_num_threads()
-        # What takes a few µs runs on one thread: a second one would take as long to join in, and tens of µs where
-        # another process has its core. Changing the number takes 0.2 µs.
-        use_threads = torch.set_num_threads if threads > 1 and rows <= _FEW_ROWS else _leave_threads
-        use_threads(1)
-        try:
-            hidden = self._run(
-                ids,
-                positions=positions,
-                seq_lens=seq_lens,
-                block_table=block_table,
-                slots=slots,
-                b=buffers,
-                threads=threads,
-                use_threads=use_threads,
-            )
-        finally:
-            use_threads(threads)
-        logits: torch.Tensor = self._model.compute_logits(hidden)
-        return logits
-
-    def _run(
-        self,
-        ids: torch.Tensor,
-        *,
-        positions: torch.Tensor,
-        seq_lens: torch.Tensor,
-        block_table: torch.Tensor,
-        slots: torch.Tensor,
-        b: _Buffers,
-        threads: int,
-        use_threads: Callable[[int], None],
-    ) -> torch.Tensor:
+        b = self._buffers.get(len(ids)) or self._make_buffers(len(ids))
         # Positional, and names bound once: this is the loop that the module is for.
         ops = torch.ops._C
         add_norm, rotate, silu = (
@@ -250,14 +210,12 @@ class LlamaDecodeStep:
         torch.index_select(self._embedding, 0, ids, out=residual)
         ops.rms_norm.default(hidden, residual, self._first_norm, epsilon)
         ops.compute_slot_mapping_kernel_impl.default(b.query_start, positions, block_table, slots, self._block_size)
-        use_threads(threads)  # it divides the work among them
         plan = ops.get_scheduler_metadata.default(
             len(ids), builder.num_heads, builder.num_kv_heads, builder.head_dim, seq_lens, builder.dtype, b.query_start,
-            True, builder.window_size, isa, envs.VLLM_CPU_ATTN_SPLIT_KV, None, kv_dtype,
+            True, builder.window_size, isa, self._split_kv, None, kv_dtype,
         )  # fmt: skip
         for layer in self._layers:
             qkv = layer.qkv(hidden, b.qkv)
-            use_threads(1)
             if qkv is not b.qkv:
                 b.qkv.copy_(qkv)  # one copy is less than a view for each of its parts
             rotate(positions, b.queries, b.keys, self._head_size, layer.cos_sin, self._is_neox)
@@ -265,25 +223,18 @@ class LlamaDecodeStep:
                 b.keys_by_head, b.values_by_head, layer.keys, layer.values, slots, isa,
                 layer.key_scale, layer.value_scale, kv_dtype,
             )  # fmt: skip
-            use_threads(threads)
             attend(
                 b.queries_by_head, layer.keys, layer.values, b.attended_by_head, b.query_start, seq_lens,
-                impl.scale, True, None, window, block_table, 0.0, plan, None, None,
+                impl.scale, True, impl.alibi_slopes, window, block_table, impl.logits_soft_cap, plan, impl.sinks, None,
                 layer.key_scale, layer.value_scale, kv_dtype,
             )  # fmt: skip
             hidden = layer.output(b.attended, b.hidden)
-            use_threads(1)
             add_norm(hidden, residual, layer.mlp_norm, epsilon)
-            use_threads(threads)
-            gate_up = layer.gate_up(hidden, b.gate_up)
-            use_threads(1)
-            silu(b.activated, gate_up)
-            use_threads(threads)
+            silu(b.activated, layer.gate_up(hidden, b.gate_up))
             hidden = layer.down(b.activated, b.hidden)
-            use_threads(1)
             add_norm(hidden, residual, layer.next_norm, epsilon)
-            use_threads(threads)
-        return hidden
+        logits: torch.Tensor = self._model.compute_logits(hidden)
+        return logits
 
     def _make_buffers(self, rows: int) -> _Buffers:
         dtype, hidden_size, head = self._embedding.dtype, self._embedding.shape[1], self._head_size

@@ -100,6 +100,8 @@ class VllmDraftEngine:
         """Engine, dtype and KV budget, for the start-up log."""
         tokens = (self._cache.num_blocks - 1) * self._cache.block_size
         dtype = str(self.config.model_config.dtype).removeprefix("torch.")
+        if (quantization := self.config.model_config.quantization) is not None:
+            dtype += f", {quantization}"
         return f"vllm ({dtype}, KV {self._cache.num_bytes / GIB:.2f} GiB = {tokens} tokens)"
 
     def restrict(self, allowed: npt.NDArray[np.bool_]) -> None:
