@@ -43,7 +43,11 @@ class TokenTimingConfig:
     draft_tokenizer: str | None = _option(None, "path or Hub id of the draft's tokenizer; default: the draft model")
     draft_revision: str | None = _option(None, "Hub revision of the draft model and its tokenizer")
     draft_dtype: DraftDtype = _option("auto", "dtype of the draft's weights; auto: the target's")
-    draft_quantization: str | None = _option(None, "vLLM quantization method of the draft; default: as its config says")
+    draft_quantization: str | None = _option(
+        None,
+        "int8: 8-bit weights and activations, made from the draft once and cached; else a vLLM quantization method; "
+        "default: as its config says",
+    )
     draft_trust_remote_code: bool = _option(False, "run code that the draft's repository brings")
     draft_max_model_len: int | None = _option(
         None, "longest draft context, tokens; past it a request goes on without proposals; default: the draft's own"

@@ -61,7 +61,14 @@ def computed(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         passes.append(tokens)
         return run(tokens=tokens, **rest)
 
+    step = engine._forward.hand_step
+
+    def counting_by_hand(ids: torch.Tensor, **rest: Any) -> torch.Tensor:
+        passes.append(len(ids))
+        return step(ids, **rest)
+
     monkeypatch.setattr(engine._forward, "_run", counting)
+    monkeypatch.setattr(engine._forward, "hand_step", counting_by_hand)
     return passes
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from pathlib import Path
 
-from vllm.config import CompilationMode, CUDAGraphMode, ModelConfig, VllmConfig
+import torch
+from vllm.config import CompilationMode, CUDAGraphMode, LoadConfig, ModelConfig, VllmConfig
 from vllm.config.utils import replace
 
 from vllm_tokentiming.config import TokenTimingConfig
+from vllm_tokentiming.engine.int8_checkpoint import INT8, int8_checkpoint, require_not_quantized
 from vllm_tokentiming.errors import ConfigError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
@@ -18,13 +21,23 @@ def make_draft_vllm_config(target: VllmConfig, options: TokenTimingConfig) -> Vl
     """A config like the target's, with the draft as its model.
 
     The compilation config is rebuilt, so its ``static_forward_context`` is empty: the draft's layers stay out of the
-    target's KV cache spec.
+    target's KV cache spec. With ``draft_quantization='int8'`` the int8 weights are made here, once.
 
     Raises:
-        ConfigError: vLLM cannot build a model config for the draft (no such path, no architecture it knows, …).
+        ConfigError: vLLM cannot build a model config for the draft (no such path, no architecture it knows, …), or its
+            int8 weights cannot be made.
         UnsupportedModelError: it can, but the model does not generate text.
     """
     model_config = draft_model_config(target.model_config, options)
+    if options.draft_quantization == INT8:
+        options = dataclasses.replace(
+            options,
+            draft_model=str(int8_checkpoint(_local_folder(options, target.load_config))),
+            draft_tokenizer=options.draft_tokenizer or options.draft_model,
+            draft_revision=None,
+            draft_quantization=None,
+        )
+        model_config = draft_model_config(target.model_config, options)
     compilation_config = replace(target.compilation_config)
     if model_config.enforce_eager:
         compilation_config.mode = CompilationMode.NONE
@@ -57,7 +70,8 @@ def draft_model_config(target: ModelConfig, options: TokenTimingConfig) -> Model
             revision=options.draft_revision,
             tokenizer_revision=options.draft_revision,
             dtype=target.dtype if options.draft_dtype == "auto" else options.draft_dtype,
-            quantization=options.draft_quantization,
+            # Int8 weights are a checkpoint of their own, whose format vLLM detects.
+            quantization=None if options.draft_quantization == INT8 else options.draft_quantization,
             trust_remote_code=options.draft_trust_remote_code,
             max_model_len=options.draft_max_model_len,
             seed=target.seed,
@@ -74,7 +88,36 @@ def draft_model_config(target: ModelConfig, options: TokenTimingConfig) -> Model
             f"{options.draft_model!r} ({', '.join(model_config.architectures)}) does not generate text: vLLM runs it "
             f"as {model_config.runner_type!r}. Required: a decoder-only language model. Choose another draft."
         )
+    if options.draft_quantization == INT8:
+        require_not_quantized(model_config.hf_config.to_dict(), options.draft_model)
+        if model_config.dtype == torch.float32:
+            raise ConfigError(
+                "draft_quantization is 'int8', and the draft's activations are float32, for which vLLM has no int8 "
+                "kernel. Required: a 16-bit dtype. Set draft_dtype to 'bfloat16'."
+            )
     return model_config
+
+
+def _local_folder(options: TokenTimingConfig, load: LoadConfig) -> Path:
+    """The draft's files on this machine; those of a Hub id are fetched into the cache that vLLM uses."""
+    if Path(options.draft_model).is_dir():
+        return Path(options.draft_model)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                options.draft_model,
+                revision=options.draft_revision,
+                cache_dir=load.download_dir,
+                allow_patterns=["*.safetensors", "*.json", "*.py"],
+            )
+        )
+    except Exception as error:
+        raise ConfigError(
+            f"the weights of {options.draft_model!r} cannot be fetched for draft_quantization='int8': "
+            f"{_first_line(error)} Required: a model's folder, or a Hub id that can be reached or is cached."
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -23,6 +23,7 @@ from vllm_tokentiming.config import TokenTimingConfig
 from vllm_tokentiming.engine.interface import DraftedTokens, DraftRequest, Silence, StopRule
 from vllm_tokentiming.engine.sampler import DraftSampler, confidence
 from vllm_tokentiming.engine.vllm_config import make_draft_vllm_config
+from vllm_tokentiming.engine.vllm_decode_check import agreed_step
 from vllm_tokentiming.engine.vllm_forward import DraftForward
 from vllm_tokentiming.engine.vllm_kv_blocks import DraftBlocks, DraftSequence
 from vllm_tokentiming.engine.vllm_kv_cache import GIB, DraftKVCache, allocate_draft_kv_cache
@@ -120,6 +121,8 @@ class VllmDraftEngine:
         """Engine, dtype and KV budget, for the start-up log."""
         tokens = (self._cache.num_blocks - 1) * self._cache.block_size
         dtype = str(self.config.model_config.dtype).removeprefix("torch.")
+        if (quantization := self.config.model_config.quantization) is not None:
+            dtype += f", {quantization}"
         return f"vllm ({dtype}, KV {self._cache.num_bytes / GIB:.2f} GiB = {tokens} tokens)"
 
     def restrict(self, allowed: npt.NDArray[np.bool_]) -> None:
@@ -270,6 +273,7 @@ class VllmDraftEngine:
         with _compilation_settings(self.config, self._device):
             if compiled:
                 self._forward.warm_up()
+        self._forward.hand_step = agreed_step(self._model, self.config, self._cache, self._forward)
         # A short real cycle touches every kernel once, so that the first request does not pay for it.
         warm = DraftRequest(request_id="warm-up", context_ids=[0, 0], num_steps=2)
         self.draft([warm])

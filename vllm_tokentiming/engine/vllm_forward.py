@@ -1,7 +1,8 @@
 """One forward pass of the draft on vLLM's layers: ragged prefill and decode through the same path.
 
-Owns the input buffers. On CPU the host and device sides of a buffer are one tensor. A decode loop updates positions,
-lengths and slots on the device, so nothing is synchronised between its steps.
+A decode step may have a shorter path, ``hand_step``; without one it takes vLLM's. Owns the input buffers. On CPU the
+host and device sides of a buffer are one tensor. A decode loop updates positions, lengths and slots on the device, so
+nothing is synchronised between its steps.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.utils import CpuGpuBuffer
 
+from vllm_tokentiming.engine.vllm_decode_step import LlamaDecodeStep
 from vllm_tokentiming.engine.vllm_kv_cache import DraftKVCache
 
 
@@ -53,6 +55,7 @@ class DraftForward:
         self._device = device
         self.max_tokens = max_tokens
         self.max_requests = max_requests
+        self.hand_step: LlamaDecodeStep | None = None
         # One block more than the longest context: the slots of tokens past it are computed, though never used.
         self._width = -(-config.model_config.max_model_len // cache.block_size) + 1
         self._layer_names = cache.layer_names()
@@ -125,6 +128,14 @@ class DraftForward:
         if self._copied is not None:
             self._host_seq_lens[:rows].add_(1)
         self._longest += 1
+        if self.hand_step is not None:
+            return self.hand_step(
+                self._input_ids.gpu[:rows],
+                positions=positions,
+                seq_lens=self._seq_lens.gpu[:rows],
+                block_table=self._block_table.gpu[:rows],
+                slots=slots,
+            )
         block = torch.div(positions, self._cache.block_size, rounding_mode="floor")
         torch.add(
             self._block_table.gpu[self._rows[:rows], block].long() * self._cache.block_size,

@@ -1,0 +1,206 @@
+"""Does the hand-written decode step give the logits, and leave the KV, that vLLM's own layers do?"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import engine_harness as harness
+import pytest
+import torch
+
+from vllm_tokentiming.tiny_pair import tiny_pair
+
+pytest.importorskip("vllm")
+
+BLOCK = 128
+KV_ERROR = {"float32": 1e-5, "bfloat16": 0.01, "int8": 0.03}
+"""Of the first two layers; int8 activations amplify the rounding of each norm."""
+CORRELATION = {"float32": 0.999999, "bfloat16": 0.999, "int8": 0.99}
+
+
+def _options(kind: str) -> dict[str, Any]:
+    if kind == "int8":
+        return {"draft_dtype": "bfloat16", "draft_quantization": "int8"}
+    return {"draft_dtype": kind}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_TOKENTIMING_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "int8"])
+def tiny(request: pytest.FixtureRequest) -> Iterator[tuple[Any, str]]:
+    with harness.vllm_engine(tiny_pair().draft, **_options(request.param)) as engine:
+        yield engine, request.param
+
+
+def _run(engine: Any, *, lengths: list[int], rows_by_step: list[int], by_hand: bool) -> tuple[Any, Any]:
+    """Logits of every step, and the KV of the first two layers, from a cache that held nothing."""
+    forward, width = engine._forward, 3
+    step, vocab_size = forward.hand_step, engine.vocab_size
+    assert step is not None
+    blocks = [[1 + width * row + i for i in range(width)] for row in range(len(lengths))]
+    used = [block for row in blocks for block in row]
+    generator = torch.Generator().manual_seed(sum(lengths))
+    contexts = [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
+    try:
+        forward.hand_step = step if by_hand else None
+        engine._cache.clear(used)
+        forward.prefill(ids=contexts, starts=[0] * len(lengths), block_ids=blocks)
+        forward.begin_decode(lengths=lengths, block_ids=blocks)
+        logits = [
+            forward.decode_step(torch.randint(vocab_size, (rows,), generator=generator)).double()
+            for rows in rows_by_step
+        ]
+        return logits, [kv[used].double() for kv in step.first_caches(2)]
+    finally:
+        forward.hand_step = step
+        engine._cache.clear(used)
+
+
+def _compare(engine: Any, kind: str, *, lengths: list[int], rows_by_step: list[int]) -> None:
+    expected, expected_kv = _run(engine, lengths=lengths, rows_by_step=rows_by_step, by_hand=False)
+    found, found_kv = _run(engine, lengths=lengths, rows_by_step=rows_by_step, by_hand=True)
+    for layer, (kv, hand_kv) in enumerate(zip(expected_kv, found_kv, strict=True)):
+        assert kv.norm() > 0
+        assert (hand_kv - kv).norm() / kv.norm() < KV_ERROR[kind], f"layer {layer}"
+    for number, (logits, hand_logits) in enumerate(zip(expected, found, strict=True)):
+        assert logits.shape == hand_logits.shape == (rows_by_step[number], engine.vocab_size)
+        for row in range(len(logits)):
+            correlation = torch.corrcoef(torch.stack([logits[row], hand_logits[row]]))[0, 1]
+            assert correlation > CORRELATION[kind], f"step {number}, row {row}"
+            # The hand step's choice is the layers' own, or as good as that within the noise.
+            worst = (hand_logits[row] - logits[row]).abs().max()
+            assert logits[row, hand_logits[row].argmax()] >= logits[row].max() - 2 * worst
+
+
+@pytest.mark.parametrize("length", [1, 5, 125, 127, 128, 255])
+def test_one_row_across_a_block_boundary(tiny: tuple[Any, str], length: int) -> None:
+    _compare(*tiny, lengths=[length], rows_by_step=[1] * 6)
+
+
+@pytest.mark.parametrize("lengths", [[7, 7, 7, 7], [3, 126, 60, 255], [1, 2, 3, 4, 5, 126, 127, 128]])
+def test_ragged_rows_that_finish_one_by_one(tiny: tuple[Any, str], lengths: list[int]) -> None:
+    rows = len(lengths)
+    _compare(*tiny, lengths=lengths, rows_by_step=[rows, rows, rows - 1, 2, 1])
+
+
+@pytest.mark.parametrize("model", ["qwen2", "biased llama"])
+def test_layers_with_biases(tmp_path: Path, model: str) -> None:
+    if model == "qwen2":
+        folder = _random_qwen2(tmp_path)
+    else:
+        folder = harness.make_random_llama(tmp_path, attention_bias=True, mlp_bias=False)
+    with harness.vllm_engine(folder) as engine:
+        attention = engine._model.model.layers[0].self_attn
+        attention.qkv_proj.bias.data.normal_(generator=torch.Generator().manual_seed(1))
+        _compare(engine, "float32", lengths=[3, 127], rows_by_step=[2, 2, 1])
+
+
+def _random_qwen2(folder: Path) -> Path:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=harness.VOCAB_SIZE, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=harness.MAX_MODEL_LEN,
+        initializer_range=0.3,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_another_architecture_goes_through_the_layers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        vocab_size=harness.VOCAB_SIZE, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=harness.MAX_MODEL_LEN,
+    )  # fmt: skip
+    Gemma3ForCausalLM(config).save_pretrained(tmp_path)
+    caplog.set_level(logging.INFO, logger="vllm_tokentiming")
+    with harness.vllm_engine(tmp_path) as engine:
+        assert engine._forward.hand_step is None
+    assert "through vLLM's layers: Gemma3ForCausalLM is not one of" in caplog.text
+
+
+def _broken(name: str, replacement: Callable[..., Any]) -> Any:
+    """A stand-in for ``torch`` in the step's module: one kernel is another."""
+    kernels = {
+        kernel: SimpleNamespace(default=getattr(torch.ops._C, kernel).default)
+        for kernel in (
+            "fused_add_rms_norm", "rms_norm", "rotary_embedding", "silu_and_mul", "cpu_attn_reshape_and_cache",
+            "cpu_attention_with_kv_cache", "compute_slot_mapping_kernel_impl", "get_scheduler_metadata",
+        )
+    }  # fmt: skip
+    original = kernels[name].default
+    kernels[name] = SimpleNamespace(default=lambda *arguments: replacement(original, *arguments))
+    names = ("index_select", "zeros", "arange", "int32", "split", "unflatten")
+    return SimpleNamespace(
+        **{name: getattr(torch, name) for name in names}, ops=SimpleNamespace(_C=SimpleNamespace(**kernels))
+    )
+
+
+@pytest.mark.parametrize(
+    ("kernel", "replacement", "said"),
+    [
+        ("rotary_embedding", lambda run, positions, *rest: run(positions + 1, *rest), "layer 0 differs"),
+        ("cpu_attn_reshape_and_cache", lambda run, *rest: None, "layer 0 differs"),
+        ("cpu_attn_reshape_and_cache", lambda run, k, v, *rest: run(v, k, *rest), "layer 0 differs"),
+        ("fused_add_rms_norm", lambda run, x, r, w, e: run(x, r, torch.ones_like(w), e), "layer 1 differs"),
+        ("rms_norm", lambda run, *rest: run(*rest, "one too many"), "its check failed with"),
+    ],
+)
+def test_a_step_that_does_something_else_is_not_taken(
+    tiny: tuple[Any, str],
+    monkeypatch: pytest.MonkeyPatch,
+    kernel: str,
+    replacement: Callable[..., Any],
+    said: str,
+) -> None:
+    from vllm_tokentiming.engine import vllm_decode_step
+    from vllm_tokentiming.engine.vllm_decode_check import disagreement
+
+    engine, _ = tiny
+    step = engine._forward.hand_step
+    try:
+        assert disagreement(engine._forward, step, engine._cache) is None
+        monkeypatch.setattr(vllm_decode_step, "torch", _broken(kernel, replacement))
+        reason = disagreement(engine._forward, step, engine._cache)
+    finally:
+        engine._forward.hand_step = step
+    assert reason is not None
+    assert said in reason
+
+
+def test_another_vllm_is_not_trusted(tiny: tuple[Any, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+
+    from vllm_tokentiming.engine.vllm_decode_step import why_unfit
+
+    engine, _ = tiny
+    assert why_unfit(engine._model, engine.config, engine._cache) is None
+    monkeypatch.setattr(vllm, "__version__", "0.33.0")
+    assert "0.33.0" in str(why_unfit(engine._model, engine.config, engine._cache))
+
+
+@pytest.mark.real_models
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+@pytest.mark.parametrize("name", ["smollm2-135m-instruct", "qwen2.5-coder-0.5b-instruct"])
+def test_real_models(model_folder: Callable[[str], Path], name: str, kind: str) -> None:
+    with harness.vllm_engine(model_folder(name), draft_max_model_len=1024, **_options(kind)) as engine:
+        assert engine._forward.hand_step is not None
+        expected, _ = _run(engine, lengths=[200, 126, 3, 60], rows_by_step=[4, 4, 1], by_hand=False)
+        found, _ = _run(engine, lengths=[200, 126, 3, 60], rows_by_step=[4, 4, 1], by_hand=True)
+    # Random tokens, the worst there is for int8 activations over 30 layers.
+    least = {"bfloat16": 0.99, "int8": 0.93}[kind]
+    for logits, hand_logits in zip(expected, found, strict=True):
+        for pair in zip(logits, hand_logits, strict=True):
+            assert torch.corrcoef(torch.stack(pair))[0, 1] > least
