@@ -41,8 +41,13 @@ def tiny(request: pytest.FixtureRequest) -> Iterator[tuple[Any, str]]:
         yield engine, request.param
 
 
-def _run(engine: Any, *, lengths: list[int], rows_by_step: list[int], by_hand: bool) -> tuple[Any, Any]:
-    """Logits of every step, and the KV of the first two layers, from a cache that held nothing."""
+def _run(
+    engine: Any, *, lengths: list[int], rows_by_step: list[int], by_hand: bool, missed: tuple[int, ...] = ()
+) -> tuple[Any, Any]:
+    """Logits of every step, and the KV of the first two layers, from a cache that held nothing.
+
+    With ``missed``, rows catch up with so many tokens before they decode.
+    """
     forward, width = engine._forward, 3
     step, vocab_size = forward.hand_step, engine.vocab_size
     assert step is not None
@@ -51,11 +56,17 @@ def _run(engine: Any, *, lengths: list[int], rows_by_step: list[int], by_hand: b
     generator = torch.Generator().manual_seed(sum(lengths))
     contexts = [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
     try:
-        forward.hand_step = step if by_hand else None
+        forward.hand_step = None
         engine._cache.clear(used)
         forward.prefill(ids=contexts, starts=[0] * len(lengths), block_ids=blocks)
+        forward.hand_step = step if by_hand else None
+        logits = []
+        if missed:
+            tokens = [torch.randint(vocab_size, (count,), generator=generator).tolist() for count in missed]
+            logits.append(forward.prefill(ids=tokens, starts=lengths, block_ids=blocks).double())
+            lengths = [length + count for length, count in zip(lengths, missed, strict=True)]
         forward.begin_decode(lengths=lengths, block_ids=blocks)
-        logits = [
+        logits += [
             forward.decode_step(torch.randint(vocab_size, (rows,), generator=generator)).double()
             for rows in rows_by_step
         ]
@@ -65,9 +76,14 @@ def _run(engine: Any, *, lengths: list[int], rows_by_step: list[int], by_hand: b
         engine._cache.clear(used)
 
 
-def _compare(engine: Any, kind: str, *, lengths: list[int], rows_by_step: list[int]) -> None:
-    expected, expected_kv = _run(engine, lengths=lengths, rows_by_step=rows_by_step, by_hand=False)
-    found, found_kv = _run(engine, lengths=lengths, rows_by_step=rows_by_step, by_hand=True)
+def _compare(
+    engine: Any, kind: str, *, lengths: list[int], rows_by_step: list[int], missed: tuple[int, ...] = ()
+) -> None:
+    case = {"lengths": lengths, "rows_by_step": rows_by_step, "missed": missed}
+    expected, expected_kv = _run(engine, by_hand=False, **case)
+    found, found_kv = _run(engine, by_hand=True, **case)
+    if missed:
+        rows_by_step = [len(lengths), *rows_by_step]
     for layer, (kv, hand_kv) in enumerate(zip(expected_kv, found_kv, strict=True)):
         assert kv.norm() > 0
         assert (hand_kv - kv).norm() / kv.norm() < KV_ERROR[kind], f"layer {layer}"
@@ -90,6 +106,15 @@ def test_one_row_across_a_block_boundary(tiny: tuple[Any, str], length: int) -> 
 def test_ragged_rows_that_finish_one_by_one(tiny: tuple[Any, str], lengths: list[int]) -> None:
     rows = len(lengths)
     _compare(*tiny, lengths=lengths, rows_by_step=[rows, rows, rows - 1, 2, 1])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "missed"),
+    [([40], (1,)), ([127], (3,)), ([5, 126, 200], (2, 5, 1)), ([1, 2, 3, 250], (8, 8, 8, 8)), ([9, 60], (20, 13))],
+)
+def test_catching_up_with_a_few_tokens_each(tiny: tuple[Any, str], lengths: list[int], missed: tuple[int, ...]) -> None:
+    """Up to 32 tokens in all; the last case is one more, which goes through the layers either way."""
+    _compare(*tiny, lengths=lengths, rows_by_step=[len(lengths)] * 2, missed=missed)
 
 
 @pytest.mark.parametrize("model", ["qwen2", "biased llama"])

@@ -1,4 +1,6 @@
-"""How does a Llama-shaped draft take a decode step on CPU without the Python of vLLM's layers?
+"""How does a Llama-shaped draft take a short pass on CPU without the Python of vLLM's layers?
+
+A short pass is a decode step, or the few tokens of each request that the draft has to catch up with before it decodes.
 
 The same kernels, in the same order, on the same weights and KV; what is left out is module calls, custom-op dispatch
 and a new tensor for every result. Owns the activation buffers. The kernels are private to vLLM: only for the version
@@ -106,7 +108,7 @@ def _unfit_model(model: Any, cache: DraftKVCache) -> Iterator[str]:
 
 
 class LlamaDecodeStep:
-    """One token for each row of a batch.
+    """One token for each row of a batch, or a few.
 
     Args:
         model: the draft, loaded by vLLM, for which :func:`why_unfit` found nothing.
@@ -185,15 +187,17 @@ class LlamaDecodeStep:
         seq_lens: torch.Tensor,
         block_table: torch.Tensor,
         slots: torch.Tensor,
+        query_start: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write the KV of ``ids`` and return the logits after them, [B, V].
+        """Write the KV of ``ids`` and return the logits after each row's last one, [B, V].
 
         Args:
-            ids: int32 or int64 [B].
-            positions: int64 [B], of these tokens.
+            ids: int32 or int64 [N], row after row.
+            positions: int64 [N], of these tokens.
             seq_lens: int32 [B], these tokens included.
             block_table: int32 [B, width].
-            slots: int64 [B], overwritten with where the KV goes.
+            slots: int64 [N], overwritten with where the KV goes.
+            query_start: int32 [B + 1], where each row's tokens begin; None: a row has one, so N = B.
         """
         b = self._buffers.get(len(ids)) or self._make_buffers(len(ids))
         # Positional, and names bound once: this is the loop that the module is for.
@@ -207,11 +211,12 @@ class LlamaDecodeStep:
         builder, impl, epsilon = self._builder, self._attention, self._epsilon
         isa, kv_dtype, window = builder.isa, impl.kv_cache_dtype, impl.sliding_window
         residual, hidden = b.residual, b.hidden
+        starts = b.query_start if query_start is None else query_start
         torch.index_select(self._embedding, 0, ids, out=residual)
         ops.rms_norm.default(hidden, residual, self._first_norm, epsilon)
-        ops.compute_slot_mapping_kernel_impl.default(b.query_start, positions, block_table, slots, self._block_size)
+        ops.compute_slot_mapping_kernel_impl.default(starts, positions, block_table, slots, self._block_size)
         plan = ops.get_scheduler_metadata.default(
-            len(ids), builder.num_heads, builder.num_kv_heads, builder.head_dim, seq_lens, builder.dtype, b.query_start,
+            len(seq_lens), builder.num_heads, builder.num_kv_heads, builder.head_dim, seq_lens, builder.dtype, starts,
             True, builder.window_size, isa, self._split_kv, None, kv_dtype,
         )  # fmt: skip
         for layer in self._layers:
@@ -224,7 +229,7 @@ class LlamaDecodeStep:
                 layer.key_scale, layer.value_scale, kv_dtype,
             )  # fmt: skip
             attend(
-                b.queries_by_head, layer.keys, layer.values, b.attended_by_head, b.query_start, seq_lens,
+                b.queries_by_head, layer.keys, layer.values, b.attended_by_head, starts, seq_lens,
                 impl.scale, True, impl.alibi_slopes, window, block_table, impl.logits_soft_cap, plan, impl.sinks, None,
                 layer.key_scale, layer.value_scale, kv_dtype,
             )  # fmt: skip
@@ -233,6 +238,8 @@ class LlamaDecodeStep:
             silu(b.activated, layer.gate_up(hidden, b.gate_up))
             hidden = layer.down(b.activated, b.hidden)
             add_norm(hidden, residual, layer.next_norm, epsilon)
+        if query_start is not None:
+            hidden = hidden[(query_start[1:] - 1).long()]
         logits: torch.Tensor = self._model.compute_logits(hidden)
         return logits
 

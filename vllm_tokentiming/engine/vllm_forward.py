@@ -1,8 +1,8 @@
 """One forward pass of the draft on vLLM's layers: ragged prefill and decode through the same path.
 
-A decode step may have a shorter path, ``hand_step``; without one it takes vLLM's. Owns the input buffers. On CPU the
-host and device sides of a buffer are one tensor. A decode loop updates positions, lengths and slots on the device, so
-nothing is synchronised between its steps.
+A pass of few tokens may have a shorter path, ``hand_step``; without one it takes vLLM's. Owns the input buffers. On
+CPU the host and device sides of a buffer are one tensor. A decode loop updates positions, lengths and slots on the
+device, so nothing is synchronised between its steps.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from vllm.v1.utils import CpuGpuBuffer
 
 from vllm_tokentiming.engine.vllm_decode_step import LlamaDecodeStep
 from vllm_tokentiming.engine.vllm_kv_cache import DraftKVCache
+
+_SHORT_PASS = 32
+"""Tokens up to which the dispatch of vLLM's layers, and not their arithmetic, is what a pass waits for."""
 
 
 def _buffer(*shape: int, dtype: torch.dtype, device: torch.device) -> CpuGpuBuffer:
@@ -94,6 +97,15 @@ class DraftForward:
         self._query_start.np[1 : rows + 1] = ends
         self._seq_lens.np[:rows] = first + lengths
         self._to_device(tokens=tokens, rows=rows)
+        if self.hand_step is not None and tokens <= _SHORT_PASS:
+            return self.hand_step(
+                self._input_ids.gpu[:tokens],
+                positions=self._positions.gpu[:tokens],
+                seq_lens=self._seq_lens.gpu[:rows],
+                block_table=self._block_table.gpu[:rows],
+                slots=self._slots.gpu[:tokens],
+                query_start=self._query_start.gpu[: rows + 1],
+            )
         query_start = self._query_start.cpu[: rows + 1]
         hidden = self._run(
             tokens=tokens,
