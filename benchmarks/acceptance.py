@@ -47,6 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0])
     parser.add_argument("--num-speculative-tokens", type=int, default=4)
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--draft-options", type=json.loads, default={}, help="plugin options of all configurations")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--configurations", nargs="+", required=True, help="JSON objects of plugin options")
@@ -70,6 +71,7 @@ def build(arguments: argparse.Namespace) -> Any:
             "method": "tokentiming",
             "model": arguments.draft,
             "num_speculative_tokens": arguments.num_speculative_tokens,
+            **arguments.draft_options,
         },
     )
 
