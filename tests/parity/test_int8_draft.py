@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -117,11 +118,9 @@ def test_the_front_end_refuses_what_cannot_be_int8_and_makes_nothing(tmp_path: P
     folder = Path(shutil.copytree(tiny_pair().draft, tmp_path / "draft"))
     options = TokenTimingConfig(draft_model=str(folder), draft_quantization="int8")
     assert draft_model_config(_target(), options).quantization is None
-    with pytest.raises(ConfigError, match="bfloat16"):
-        draft_model_config(
-            _target(),
-            TokenTimingConfig(draft_model=str(folder), draft_quantization="int8", draft_dtype="float32"),
-        )
+    for dtype in ("float32", "float16"):
+        with pytest.raises(ConfigError, match=f"torch.{dtype}. Required: bfloat16"):
+            draft_model_config(_target(), dataclasses.replace(options, draft_dtype=dtype))
     quantized = int8_checkpoint.int8_checkpoint(tiny_pair().draft)
     shutil.copy(quantized / "config.json", folder / "config.json")
     with pytest.raises(ConfigError, match=r"quantised already \(compressed-tensors\)"):

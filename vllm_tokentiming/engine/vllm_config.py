@@ -90,10 +90,11 @@ def draft_model_config(target: ModelConfig, options: TokenTimingConfig) -> Model
         )
     if options.draft_quantization == INT8:
         require_not_quantized(model_config.hf_config.to_dict(), options.draft_model)
-        if model_config.dtype == torch.float32:
+        if model_config.dtype != torch.bfloat16:
+            # vLLM's int8 kernel for CPUs refuses float32, and ends the process on float16.
             raise ConfigError(
-                "draft_quantization is 'int8', and the draft's activations are float32, for which vLLM has no int8 "
-                "kernel. Required: a 16-bit dtype. Set draft_dtype to 'bfloat16'."
+                f"draft_quantization is 'int8', and the draft's activations are {model_config.dtype}. "
+                "Required: bfloat16. Set draft_dtype to 'bfloat16'."
             )
     return model_config
 
