@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
+import numba
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -186,3 +191,17 @@ def test_compiles_once(monkeypatch):
     everything = Extendable.build(np.ones(len(DRAFT), dtype=np.bool_), DRAFT)
     transfer.exact_rows(Draft(ids[:, 0].tolist(), ids, frozen, 3, max_tokens=64), everything)
     assert [len(getattr(each, "signatures", [])) for each in kernels] == before
+
+
+@pytest.mark.skipif(bool(numba.config.DISABLE_JIT), reason="this is the run without the compiler")
+def test_the_same_holds_without_the_compiler():
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error::RuntimeWarning", __file__],
+        env={**os.environ, "NUMBA_DISABLE_JIT": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "6 passed, 1 skipped" in run.stdout

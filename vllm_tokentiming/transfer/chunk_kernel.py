@@ -382,7 +382,7 @@ def chunk_rows(  # noqa: C901, PLR0912, PLR0915, PLR0917 - one pass; helpers wou
             law = law_begin + (position - begin) * width
             count, drawn, seen_drawn, missing_before = 0, NO_TOKENS, False, num_missing_ids
             for place in range(law, law + width):
-                draft_id, probability = law_ids[place], law_probs[place]
+                draft_id, probability = int(law_ids[place]), law_probs[place]
                 if not probability > 0.0 and draft_id != last:  # also NaN
                     continue
                 if draft_id < 0 or draft_id >= draft_size:
