@@ -2,7 +2,7 @@
 
 Arguments: one JSON object with ``speculative`` (a ``--speculative-config``, or null), ``samples`` (for each law),
 ``laws`` (name → sampling parameters), ``depth`` (tokens counted), ``shift_rows`` (deliberately hands every request its
-neighbour's rows), ``seed``.
+neighbour's rows), ``stops`` (drafts stop early, by rules that look at no clock), ``seed``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
-PROMPTS = ("The json module", "def main():", "A list is", "Return the")
+PROMPTS = ("The json module", "def main():", "A list is", "Return the", "x = 1, y = 2, x = 1, y = 2, x =")
 
 
 def shift_rows() -> None:
@@ -37,6 +37,14 @@ def shift_rows() -> None:
         return rows
 
     DraftRows.fill = fill
+
+
+def stop_drafts_early(llm: Any) -> None:
+    """Drafting never pays between models this small, so by the clock there would be nothing to test."""
+    from vllm_tokentiming.draft_length import DraftLength
+
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    worker.model_runner.drafter._pipeline._length = DraftLength(timed=False)
 
 
 def main() -> None:
@@ -60,6 +68,8 @@ def main() -> None:
         disable_log_stats=False,
         seed=job["seed"],
     )
+    if job.get("stops"):
+        stop_drafts_early(llm)
     dice = random.Random(job["seed"])
     requests: list[tuple[str, str, SamplingParams]] = []
     per_request = min(100, job["samples"])

@@ -18,7 +18,8 @@ from vllm_tokentiming.tiny_pair import tiny_pair
 pytestmark = pytest.mark.engine
 
 DEPTH = 3
-DEFAULT_SAMPLES, LONG_SAMPLES = 20_000, 200_000
+DEFAULT_SAMPLES, LONG_SAMPLES = 20_000, 34_000
+"""Of each law; the long tier's six laws make 204,000."""
 ONE_LAW = {"T1": {"temperature": 1.0}}
 # One batch of mixed temperatures and truncations, in the proportions of a server with many kinds of users.
 MIXED_LAWS = {
@@ -58,7 +59,13 @@ def sampled(job: str) -> dict[str, Any]:
 
 
 def run(
-    speculative: dict[str, Any] | None, *, laws: dict[str, Any], samples: int, seed: int, shift_rows: bool = False
+    speculative: dict[str, Any] | None,
+    *,
+    laws: dict[str, Any],
+    samples: int,
+    seed: int,
+    shift_rows: bool = False,
+    stops: bool = False,
 ) -> dict[str, Any]:
     job = {
         "speculative": speculative,
@@ -67,6 +74,7 @@ def run(
         "depth": DEPTH,
         "seed": seed,
         "shift_rows": shift_rows,
+        "stops": stops,
     }
     return sampled(json.dumps(job, sort_keys=True))
 
@@ -88,6 +96,14 @@ def test_the_law_of_the_first_tokens_is_the_targets(transfer):
 
 
 @pytest.mark.timeout(1800)
+def test_the_law_is_the_targets_where_drafts_stop_early_and_texts_repeat():
+    adaptive = speculation("exact", repeats=True)
+    (result,) = comparisons(adaptive, laws=ONE_LAW, samples=DEFAULT_SAMPLES, stops=True)
+    assert result.p > 0.01, result
+    assert result.total_variation < result.noise, result
+
+
+@pytest.mark.timeout(1800)
 def test_rows_shifted_by_one_request_are_noticed():
     shifted = speculation("exact", draft_temperature=1.0)
     (result,) = comparisons(shifted, laws=ONE_LAW, samples=DEFAULT_SAMPLES, shift_rows=True)
@@ -96,9 +112,12 @@ def test_rows_shifted_by_one_request_are_noticed():
 
 @pytest.mark.long
 @pytest.mark.timeout(4 * 3600)
-@pytest.mark.parametrize("transfer", ["exact", "point_mass", "tli", "slem"])
+@pytest.mark.parametrize("transfer", ["exact", "exact, adaptive", "point_mass", "tli", "slem"])
 def test_every_law_of_a_mixed_batch_is_the_targets(transfer):
-    results = comparisons(speculation(transfer), laws=MIXED_LAWS, samples=LONG_SAMPLES)
+    transfer, _, adaptive = transfer.partition(", ")
+    options = {"stops": True} if adaptive else {}
+    speculative = speculation(transfer, repeats=bool(adaptive))
+    results = comparisons(speculative, laws=MIXED_LAWS, samples=LONG_SAMPLES, **options)
     # Bonferroni: one test of six may not be the one that fails by chance.
     assert min(result.p for result in results) > 0.01 / len(results), results
     assert all(result.total_variation < result.noise for result in results), results
