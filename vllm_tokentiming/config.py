@@ -56,7 +56,11 @@ class TokenTimingConfig:
         None,
         "draft KV cache, GiB; default: room for max_num_seqs × max_model_len, at most 1 GiB on CPU and 4 GiB on GPU",
     )
-    draft_enforce_eager: bool | None = _option(None, "run the draft without torch.compile; default: as the target")
+    draft_enforce_eager: bool | None = _option(
+        None,
+        "run the draft without torch.compile; default: as the target, but true on CPU where its steps run on vLLM's "
+        "kernels directly",
+    )
     num_draft_tokens: int | None = _option(
         None, "draft forward passes per cycle, at most; default: num_speculative_tokens (the cap on proxy tokens)"
     )

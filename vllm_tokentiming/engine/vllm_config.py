@@ -38,6 +38,9 @@ def make_draft_vllm_config(target: VllmConfig, options: TokenTimingConfig) -> Vl
             draft_quantization=None,
         )
         model_config = draft_model_config(target.model_config, options)
+    if options.draft_enforce_eager is None and _steps_by_hand(target, model_config):
+        # Only long prompts go through vLLM's layers then, where compiling gains nothing and takes a minute.
+        model_config.enforce_eager = True
     compilation_config = replace(target.compilation_config)
     if model_config.enforce_eager:
         compilation_config.mode = CompilationMode.NONE
@@ -119,6 +122,15 @@ def _local_folder(options: TokenTimingConfig, load: LoadConfig) -> Path:
             f"the weights of {options.draft_model!r} cannot be fetched for draft_quantization='int8': "
             f"{_first_line(error)} Required: a model's folder, or a Hub id that can be reached or is cached."
         ) from error
+
+
+def _steps_by_hand(target: VllmConfig, model_config: ModelConfig) -> bool:
+    if target.device_config.device_type != "cpu":
+        return False
+    # What it imports of vLLM is for CPUs.
+    from vllm_tokentiming.engine.vllm_decode_step import is_expected
+
+    return is_expected(target, model_config.architectures)
 
 
 def _first_line(error: Exception) -> str:

@@ -9,7 +9,7 @@ that they were read in, and only after :func:`agrees` has compared a step with v
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -66,6 +66,12 @@ class _Buffers:
     gate_up: torch.Tensor
     activated: torch.Tensor
     query_start: torch.Tensor
+
+
+def is_expected(config: VllmConfig, architectures: Collection[str]) -> bool:
+    """Whether a draft of these architectures can take its steps by hand, as far as can be told before it is loaded."""
+    known = {kind.__name__ for kind in _KNOWN}
+    return known.issuperset(architectures) and next(_unfit_place(config), None) is None
 
 
 def why_unfit(model: Any, config: VllmConfig, cache: DraftKVCache) -> str | None:

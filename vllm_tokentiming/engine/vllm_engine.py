@@ -23,7 +23,6 @@ from vllm_tokentiming.config import TokenTimingConfig
 from vllm_tokentiming.engine.interface import DraftedTokens, DraftRequest, Silence, StopRule
 from vllm_tokentiming.engine.sampler import DraftSampler, confidence
 from vllm_tokentiming.engine.vllm_config import make_draft_vllm_config
-from vllm_tokentiming.engine.vllm_decode_check import agreed_step
 from vllm_tokentiming.engine.vllm_forward import DraftForward
 from vllm_tokentiming.engine.vllm_kv_blocks import DraftBlocks, DraftSequence
 from vllm_tokentiming.engine.vllm_kv_cache import GIB, DraftKVCache, allocate_draft_kv_cache
@@ -273,7 +272,11 @@ class VllmDraftEngine:
         with _compilation_settings(self.config, self._device):
             if compiled:
                 self._forward.warm_up()
-        self._forward.hand_step = agreed_step(self._model, self.config, self._cache, self._forward)
+        if self._device.type == "cpu":
+            # What it imports of vLLM is for CPUs.
+            from vllm_tokentiming.engine.vllm_decode_check import agreed_step
+
+            self._forward.hand_step = agreed_step(self._model, self.config, self._cache, self._forward)
         # A short real cycle touches every kernel once, so that the first request does not pay for it.
         warm = DraftRequest(request_id="warm-up", context_ids=[0, 0], num_steps=2)
         self.draft([warm])

@@ -8,7 +8,7 @@ device, so nothing is synchronised between its steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,8 +17,10 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.utils import CpuGpuBuffer
 
-from vllm_tokentiming.engine.vllm_decode_step import LlamaDecodeStep
 from vllm_tokentiming.engine.vllm_kv_cache import DraftKVCache
+
+if TYPE_CHECKING:
+    from vllm_tokentiming.engine.vllm_decode_step import LlamaDecodeStep
 
 _SHORT_PASS = 32
 """Tokens up to which the dispatch of vLLM's layers, and not their arithmetic, is what a pass waits for."""
