@@ -3,8 +3,7 @@
 Laws win where the target is uncertain; full re-tokenisation of a greedy draft can win where it is not. Which of them a
 request needs is learned from its own accepted tokens, starting from what other requests of the server saw.
 
-A draft temperature of 0.7 times the request's is the best of 0 … 1 at every level of the draft's confidence, in every
-task that was looked at (docs/losslessness.md, "Figures"), so there is no choice to make between temperatures.
+One draft temperature serves all: 0.7 times the request's (docs/losslessness.md, "Figures").
 
 Exactness: a choice is made before anything of its cycle is drawn, from accepted counts of the past alone, so it is one
 of the things that were known when the rows were chosen (docs/losslessness.md).
