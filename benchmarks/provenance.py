@@ -31,7 +31,10 @@ def provenance() -> dict[str, Any]:
         "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "gpu_models": _gpu_models(),
         "load_average": os.getloadavg()[0],
-        "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        # LD_PRELOAD lists files, between colons.
+        "environment": {
+            name: ":".join(without_folders(os.environ[name].split(":"))) for name in _VARIABLES if name in os.environ
+        },
     }
 
 
