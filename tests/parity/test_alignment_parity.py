@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import numba
 import numpy as np
 import pytest
@@ -13,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba.core.dispatcher import Dispatcher
 from reference import alignment as reference
+from uncompiled import run_uncompiled
 
 from vllm_tokentiming.alignment import Aligner
 from vllm_tokentiming.alignment.kernel import align_batch
@@ -92,13 +89,4 @@ def test_the_kernel_under_test_is_what_the_environment_asked_for():
 
 @pytest.mark.skipif(UNCOMPILED, reason="this is the run without the compiler")
 def test_the_same_holds_without_the_compiler():
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error::RuntimeWarning", __file__],
-        env={**os.environ, "NUMBA_DISABLE_JIT": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "3 passed, 1 skipped" in run.stdout
+    assert "3 passed, 1 skipped" in run_uncompiled(__file__)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import numba
 import numpy as np
 import pytest
@@ -13,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference.chunk_rule import chunk_rule
 from reference.toy_rules import flags_by, noise, rows_of
+from uncompiled import run_uncompiled
 
 from vllm_tokentiming.transfer import chunk_kernel as kernel
 from vllm_tokentiming.transfer.chunks import ChunkTable
@@ -195,13 +192,4 @@ def test_compiles_once(monkeypatch):
 
 @pytest.mark.skipif(bool(numba.config.DISABLE_JIT), reason="this is the run without the compiler")
 def test_the_same_holds_without_the_compiler():
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error::RuntimeWarning", __file__],
-        env={**os.environ, "NUMBA_DISABLE_JIT": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "6 passed, 1 skipped" in run.stdout
+    assert "6 passed, 1 skipped" in run_uncompiled(__file__)
