@@ -147,6 +147,10 @@ class ExpectedAcceptance:
         )  # fmt: skip
 
 
+def _model_runner(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
 def use_configuration(llm: Any, draft: str, configuration: dict[str, Any]) -> None:
     """Exchange the proposal mode of the running proposer."""
     from vllm_tokentiming import TokenTimingConfig
@@ -154,8 +158,7 @@ def use_configuration(llm: Any, draft: str, configuration: dict[str, Any]) -> No
     from vllm_tokentiming.proposal_modes import ProposalMode
     from vllm_tokentiming.repeats import RepeatAcceptance
 
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    pipeline = worker.model_runner.drafter._pipeline
+    pipeline = _model_runner(llm).drafter._pipeline
     # Modes are compared at the same number of draft steps, unless a configuration says otherwise.
     options = TokenTimingConfig.from_mapping(
         {"draft_model": draft, "adaptive_length": False, "repeats": False, **configuration}
@@ -238,7 +241,7 @@ def main() -> None:
     arguments = parse_arguments()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     llm = build(arguments)
-    batch = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.input_batch
+    batch = _model_runner(llm).input_batch
     expected = ExpectedAcceptance(lambda: batch.req_ids)
     document: dict[str, Any] = {
         "format": FORMAT,

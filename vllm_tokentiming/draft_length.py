@@ -7,7 +7,7 @@ that the verifier accepts all that a request has drafted so far; acceptance is l
 Speculation as a whole is a choice between two ways to run, by batch size, of which the loser is tried now and then.
 
 Exactness: everything here is either from the past or a draft law's shape, and is decided before the token of that law
-is drawn (docs/losslessness.md, "Stopping").
+is drawn (docs/losslessness.md, "When drafting ends early").
 
 Owns: :class:`DraftLength` the server's estimates, :class:`RequestAcceptance` one request's. Not shared between threads.
 """
@@ -26,8 +26,8 @@ _MEMORY: Final = 0.999
 _REQUEST_PRIOR: Final = 4.0
 _TIME_MEMORY: Final = 0.95
 _OLD_EVIDENCE: Final = 0.2
-_FIXED_WORTH: Final = 1.5
-"""Of a draft, where it is not known or must not be."""
+FIXED_WORTH: Final = 1.5
+"""Of a draft, in tokens, where it is not known or must not be."""
 _LEAST_WORTH: Final = 0.3
 _OUTLIER: Final = 4.0
 """A cycle that took so many times the usual waited for something else, such as a request to arrive."""
@@ -43,7 +43,7 @@ _SPECULATIVE_PROBE: Final = 4
 
 
 def prior_acceptance(bucket: int) -> float:
-    """Chance that a token of this confidence is accepted, before anything was seen (docs/losslessness.md, figures)."""
+    """Chance that a token of this confidence is accepted, before anything was seen: a guess that is soon overruled."""
     return 0.15 + 0.7 * (bucket + 0.5) / _BUCKETS
 
 
@@ -328,12 +328,12 @@ class DraftLength:
             speculates: whether it would draft; else what the least proposal must bring.
         """
         if acceptance.alone:
-            return _FIXED_WORTH
+            return FIXED_WORTH
         if not speculates:
             return _LEAST_WORTH
         mode = self._mode(len(self._cycle.lengths))
         if not mode.drafts.seconds or not self._drafted.seconds:
-            return _FIXED_WORTH
+            return FIXED_WORTH
         cost = mode.rates[True].value / mode.drafts.value / len(self._cycle.lengths)
         return max(self._drafted.value * acceptance.factor - cost, _LEAST_WORTH)
 

@@ -105,9 +105,8 @@ class ExactPair:
         prior = extendable_prior(pair.draft.token_bytes, pair.target.token_bytes)
         if not extend:
             prior = np.zeros_like(prior)
-        self._learn = learn and extend
         self._extendable = ExtendableSet(prior, pair.draft.token_bytes)
-        self._shown_bytes = pair.shown_bytes()
+        self._shown_bytes = pair.shown_bytes() if learn and extend else None
         self.transfer.warm_up()
 
     def extendable(self, *, alone: bool) -> Extendable:
@@ -116,7 +115,7 @@ class ExactPair:
 
     def observer(self) -> BoundaryObserver | None:
         """Watches one request's committed text for E; None where E does not learn."""
-        return BoundaryObserver(self._shown_bytes, self._extendable) if self._learn else None
+        return None if self._shown_bytes is None else BoundaryObserver(self._shown_bytes, self._extendable)
 
     def _certify(self, chunks: Sequence[tuple[int, ...]], encodings: Sequence[tuple[int, ...]]) -> Sequence[bool]:
         """Which proxy tokens carry their chunk's last draft law: the path links them, and the bytes agree."""

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vllm_tokentiming.draft_length import DraftLength, DraftRow, RequestAcceptance
+from vllm_tokentiming.draft_length import FIXED_WORTH, DraftLength, DraftRow, RequestAcceptance
 from vllm_tokentiming.engine.interface import DraftedTokens, DraftEngine, DraftRequest
 from vllm_tokentiming.errors import UnencodableTextError
 from vllm_tokentiming.metrics import Metrics
@@ -268,7 +268,7 @@ class Pipeline:
         repeat = state.repeats.find(request.max_proposal)
         if repeat is None:
             return None
-        worth = _REPEAT_OVER_DRAFT
+        worth = FIXED_WORTH
         if self._length is not None:
             worth = self._length.worth(state.acceptance, speculates=speculates)
         return repeat if self._repeats.expected(repeat, alone=state.acceptance.alone) > worth else None
@@ -364,6 +364,4 @@ def _seed_of_cycle(request: TargetRequest) -> int | None:
     return None if request.seed is None else (request.seed + len(request.ids_in_target_vocab)) % (1 << 63)
 
 
-_REPEAT_OVER_DRAFT: Final = 1.5
-"""Tokens that a repeat must be expected to bring, where nothing is known of what a draft brings."""
 _NO_DRAFT: Final = Draft([], None, None, planned_steps=0, max_tokens=0)
