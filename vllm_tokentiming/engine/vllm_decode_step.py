@@ -195,7 +195,7 @@ class LlamaDecodeStep:
         slots: torch.Tensor,
         query_start: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write the KV of ``ids`` and return the logits after each row's last one, [B, V].
+        """Write the KV of ``ids`` and return the hidden states after them, [N, H]: a buffer that the next call reuses.
 
         Args:
             ids: int32 or int64 [N], row after row.
@@ -244,10 +244,7 @@ class LlamaDecodeStep:
             silu(b.activated, layer.gate_up(hidden, b.gate_up))
             hidden = layer.down(b.activated, b.hidden)
             add_norm(hidden, residual, layer.next_norm, epsilon)
-        if query_start is not None:
-            hidden = hidden[(query_start[1:] - 1).long()]
-        logits: torch.Tensor = self._model.compute_logits(hidden)
-        return logits
+        return hidden
 
     def _make_buffers(self, rows: int) -> _Buffers:
         dtype, hidden_size, head = self._embedding.dtype, self._embedding.shape[1], self._head_size

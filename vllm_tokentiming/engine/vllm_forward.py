@@ -99,26 +99,19 @@ class DraftForward:
         self._query_start.np[1 : rows + 1] = ends
         self._seq_lens.np[:rows] = first + lengths
         self._to_device(tokens=tokens, rows=rows)
+        query_start = self._query_start.gpu[: rows + 1]
         if self.hand_step is not None and tokens <= _SHORT_PASS:
-            return self.hand_step(
-                self._input_ids.gpu[:tokens],
-                positions=self._positions.gpu[:tokens],
-                seq_lens=self._seq_lens.gpu[:rows],
-                block_table=self._block_table.gpu[:rows],
-                slots=self._slots.gpu[:tokens],
-                query_start=self._query_start.gpu[: rows + 1],
+            hidden = self._run_by_hand(self.hand_step, tokens=tokens, rows=rows, query_start=query_start)
+        else:
+            hidden = self._run(
+                tokens=tokens,
+                rows=rows,
+                query_start=query_start,
+                query_start_cpu=self._query_start.cpu[: rows + 1],
+                max_query_len=int(lengths.max()),
+                max_seq_len=int((first + lengths).max()),
             )
-        query_start = self._query_start.cpu[: rows + 1]
-        hidden = self._run(
-            tokens=tokens,
-            rows=rows,
-            query_start=self._query_start.gpu[: rows + 1],
-            query_start_cpu=query_start,
-            max_query_len=int(lengths.max()),
-            max_seq_len=int((first + lengths).max()),
-        )
-        last = (self._query_start.gpu[1 : rows + 1] - 1).long()
-        return self._logits(hidden[last])
+        return self._logits(hidden[(query_start[1:] - 1).long()])
 
     @torch.inference_mode()
     def begin_decode(self, *, lengths: Sequence[int], block_ids: Sequence[Sequence[int]]) -> None:
@@ -143,13 +136,7 @@ class DraftForward:
             self._host_seq_lens[:rows].add_(1)
         self._longest += 1
         if self.hand_step is not None:
-            return self.hand_step(
-                self._input_ids.gpu[:rows],
-                positions=positions,
-                seq_lens=self._seq_lens.gpu[:rows],
-                block_table=self._block_table.gpu[:rows],
-                slots=slots,
-            )
+            return self._logits(self._run_by_hand(self.hand_step, tokens=rows, rows=rows))
         block = torch.div(positions, self._cache.block_size, rounding_mode="floor")
         torch.add(
             self._block_table.gpu[self._rows[:rows], block].long() * self._cache.block_size,
@@ -207,6 +194,18 @@ class DraftForward:
         ):
             hidden: torch.Tensor = self._model(input_ids=self._input_ids.gpu[:tokens], positions=positions)
         return hidden
+
+    def _run_by_hand(
+        self, step: LlamaDecodeStep, *, tokens: int, rows: int, query_start: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return step(
+            self._input_ids.gpu[:tokens],
+            positions=self._positions.gpu[:tokens],
+            seq_lens=self._seq_lens.gpu[:rows],
+            block_table=self._block_table.gpu[:rows],
+            slots=self._slots.gpu[:tokens],
+            query_start=query_start,
+        )
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self._model.compute_logits(hidden)
