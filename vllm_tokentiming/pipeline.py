@@ -218,7 +218,7 @@ class Pipeline:
             )
             row = DraftRow(
                 acceptance=state.acceptance,
-                max_steps=min(self._num_draft_tokens, request.max_proposal),
+                max_steps=self._most_steps(request.max_proposal),
                 sampled=arm.sharpening > 0,
             )
             candidates.append(_Candidate(index, request, state, arm, row))
@@ -226,6 +226,12 @@ class Pipeline:
             # Warming alone is worth a pass only while a long prompt is being read.
             return [c for c in candidates if len(c.state.context.ids) - c.state.num_stable > 1]
         return candidates
+
+    def _most_steps(self, max_proposal: int) -> int:
+        # A fixed length is fixed at the end of a request, too.
+        if self._length is None and max_proposal > 0:
+            return self._num_draft_tokens
+        return min(self._num_draft_tokens, max_proposal)
 
     def _state_of(self, request: TargetRequest) -> _RequestState:
         state = self._states.get(request.request_id)

@@ -47,6 +47,7 @@ def server(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> It
         "model": str(tiny_pair().draft),
         "num_speculative_tokens": NUM_SPECULATIVE_TOKENS,
         "adaptive_length": False,
+        "repeats": False,
     }
     with serving(tmp_path_factory.mktemp("server"), speculative=speculative) as server:
         yield server
