@@ -74,6 +74,30 @@ def rewind() -> object:
     }
 
 
+def padding() -> object:
+    """A padded proposal behind memory that holds a one, whose law is all on token 2."""
+    memory = torch.zeros(2, 4)
+    memory[0, -1] = 1.0
+    target_logits = memory[1:]
+    target_logits[0] = torch.tensor([-torch.inf, -torch.inf, 0.0, -torch.inf])
+    metadata = SimpleNamespace(all_greedy=False, all_random=True, temperature=torch.ones(1), generators={})
+    soft_max = torch.Tensor.softmax
+    torch.Tensor.softmax = lambda tensor, *_, **__: tensor.exp_()  # in place: the memory before it stays what it is
+    try:
+        return rejection_sampler.rejection_sample(
+            torch.tensor([-1], dtype=torch.int32),
+            [1],
+            1,
+            torch.tensor([1], dtype=torch.int32),
+            None,
+            target_logits,
+            torch.tensor([[3]]),
+            metadata,
+        ).tolist()
+    finally:
+        torch.Tensor.softmax = soft_max
+
+
 GPUModelRunner._sample = draw
 
 applied: list[str] = []
@@ -85,7 +109,7 @@ if "patched" in sys.argv:
     assert again == [], again
 
 results: dict[str, object] = {"applied": applied}
-for case in (expand, top_k, rewind):
+for case in (expand, top_k, rewind, padding):
     try:
         results[case.__name__] = case()
     except (RuntimeError, IndexError, NotImplementedError) as error:

@@ -18,6 +18,7 @@ WORKING = {
     "expand": [0.5, 1.0, 1.0],
     "top_k": [0, 8],
     "rewind": {"discarded draw comes again": True, "other draw goes on": True, "rows": [0, 1]},
+    "padding": [[2, -1]],
 }
 
 
@@ -50,4 +51,5 @@ def test_every_fault_was_found_by_its_probe():
         "expand_batch_to_tokens",
         "apply_sampling_constraints",
         "generator rewind",
+        "padded proposals",
     ]

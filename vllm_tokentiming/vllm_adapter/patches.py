@@ -1,7 +1,7 @@
 """Faults of stock vLLM that stand in our way, each mended behind a probe that shows the fault.
 
-A patch is applied only where its probe finds the fault, so a vLLM that mends it needs no change here. All three
-concern CPU without triton-cpu, and every speculative method, not only ours (vLLM 0.32, unchanged in 0.33's source).
+A patch is applied only where its probe finds the fault, so a vLLM that mends it needs no change here. All concern CPU
+without triton-cpu, and every speculative method, not only ours (vLLM 0.32, unchanged in 0.33's source).
 """
 
 from __future__ import annotations
@@ -151,6 +151,44 @@ def _mend_generator_rewind() -> None:
     GPUModelRunner._bookkeeping_sync = bookkeeping_sync
 
 
+def _padding_is_judged() -> bool:
+    from vllm.v1.sample import rejection_sampler
+
+    if getattr(rejection_sampler.rejection_sample, "_tokentiming", False):
+        return False
+    memory = torch.zeros(2, 4)
+    memory[0, -1] = 1.0  # what stands before the law
+    output = torch.full((1, 2), -1, dtype=torch.int32)
+    rejection_sampler._rejection_random_sample(
+        output,
+        torch.tensor([1], dtype=torch.int32),
+        torch.tensor([-1], dtype=torch.int32),
+        None,
+        memory[1:],
+        torch.tensor([[2]]),
+        torch.tensor([3]),
+        torch.tensor([0.5], dtype=torch.float64),
+        torch.tensor([False]),
+        1,
+        None,
+    )
+    return output.tolist() != [[3, -1]]
+
+
+def _mend_padding() -> None:
+    from vllm.v1.sample import rejection_sampler
+
+    stock = rejection_sampler.rejection_sample
+
+    @functools.wraps(stock)
+    def rejection_sample(draft_token_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # Token 0 is a proposal like any other. It has no row, so it is judged as a point mass, which is lossless.
+        return stock(draft_token_ids.clamp(min=0), *args, **kwargs)
+
+    rejection_sample._tokentiming = True  # type: ignore[attr-defined]
+    rejection_sampler.rejection_sample = rejection_sample
+
+
 PATCHES: tuple[Patch, ...] = (
     Patch(
         name="expand_batch_to_tokens",
@@ -175,5 +213,15 @@ PATCHES: tuple[Patch, ...] = (
         removal="when _bookkeeping_sync rewinds by state, or not at all on CPU",
         is_needed=_generator_has_no_offset,
         apply=_mend_generator_rewind,
+    ),
+    Patch(
+        name="padded proposals",
+        symptom="a prompt that the prefix cache holds up to its last token may begin with a token of a wrong law, at "
+        "temperature > 0",
+        cause="the scheduler pads the first step of such a prompt with proposals of id -1, at which the CPU kernel reads "
+        "a probability out of bounds (Triton's rejects ids below 0)",
+        removal="when rejection_random_sample_kernel rejects ids below 0 on CPU",
+        is_needed=_padding_is_judged,
+        apply=_mend_padding,
     ),
 )
