@@ -150,7 +150,9 @@ class Server:
         request_id = runner.input_batch.req_ids[row] = f"request-{self._started}"
         self._started += 1
         at = min(at, len(self._texts[row]) // 2)
-        params = SimpleNamespace(temperature=0.8, seed=None, max_tokens=None, structured_outputs=None)
+        params = SimpleNamespace(
+            temperature=0.8, seed=None, max_tokens=None, min_tokens=0, all_stop_token_ids=set(), structured_outputs=None
+        )
         runner.requests[request_id] = SimpleNamespace(
             sampling_params=params, prompt_embeds=None, mm_features=[], num_prompt_tokens=at
         )

@@ -16,6 +16,9 @@ from vllm_tokentiming.tiny_pair import tiny_pair
 
 COMMON = ("greedy", "mixed", "odd_prompts", "near_the_end")
 BREAKS = ("break_draft", "break_forward", "break_logits", "break_context", "break_proposal")
+LIFE = ("stop_strings", "stop_tokens", "lengths", "own_ends", "several_samples", "arrivals", "cached_prompts")
+FEATURES = ("constraints", "not_with_speculation", "logprobs", "seeds")
+CHUNKED = {"max_num_batched_tokens": 48}
 SMALL_CACHE = {"num_gpu_blocks_override": 6}
 # A tiny model at temperature 1 would fill its tokens with the white space that JSON permits.
 COMPACT = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
@@ -57,7 +60,8 @@ def jobs() -> list[dict[str, Any]]:
         return {"name": name, "engine": engine, "scenarios": scenarios}
 
     return [
-        job("none", {}, *COMMON, "crowded"),
+        job("none", {}, *COMMON, "crowded", *LIFE, *FEATURES),
+        job("none, chunked", CHUNKED, "long_prompts"),
         job(
             "exact",
             {**speculative(transfer="exact"), **COMPACT},
@@ -65,10 +69,14 @@ def jobs() -> list[dict[str, Any]]:
             "greedy_one_by_one",
             "structured",
             "abort_and_reuse",
+            *LIFE,
+            *FEATURES,
             *BREAKS,
             "greedy",
         ),
-        job("adaptive", speculative(adaptive_length=True, repeats=True), *COMMON, "greedy"),
+        job("adaptive", speculative(adaptive_length=True, repeats=True), *COMMON, *LIFE, *FEATURES, "greedy"),
+        job("chunked", {**speculative(), **CHUNKED}, "long_prompts", "seeded_long_prompts"),
+        job("short draft", speculative(draft_max_model_len=64), "long_prompts", "seeded_long_prompts", "near_the_end"),
         job("repeats", {**speculative(repeats=True), **COMPACT}, *COMMON, "structured", "abort_and_reuse"),
         job("point_mass", speculative(transfer="point_mass"), "greedy", "mixed"),
         job("tli", {**speculative(transfer="tli"), **COMPACT}, "greedy", "mixed", "structured"),

@@ -1,7 +1,7 @@
 """Run in a process of its own: builds one vLLM engine after the other, in this process, and plays scenarios on each.
 
 Arguments: a file for the answers, and a JSON list of jobs: ``name``, ``engine`` (arguments of ``LLM`` beside the common
-ones) and ``scenarios`` (names from ``scenarios.py``). Writes a line of JSON for each job as soon as it is done.
+ones) and ``scenarios`` (functions of ``scenarios.py``, ``request_life.py`` and ``sampling_features.py``). Writes a line of JSON for each job as soon as it is done.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ def play(job: dict[str, Any], records: Records) -> dict[str, Any]:
     """Build the engine of one job and run its scenarios; what one of them raises is its answer."""
     import gc
 
+    import request_life
+    import sampling_features
     import scenarios
     from vllm import LLM
 
@@ -56,11 +58,12 @@ def play(job: dict[str, Any], records: Records) -> dict[str, Any]:
     records.lines.clear()
     common = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 16, "seed": 0}
     llm = LLM(model=str(tiny_pair().target), disable_log_stats=False, **{**common, **job["engine"]})
+    known = {**vars(request_life), **vars(sampling_features), **vars(scenarios)}
     answers = {}
     for name in job["scenarios"]:
         with scenarios.counted(llm) as counts:
             try:
-                value = getattr(scenarios, name)(llm)
+                value = known[name](llm)
             except Exception:  # noqa: BLE001
                 value = {"error": traceback.format_exc()}
         answers[name] = {"value": value, **counts}

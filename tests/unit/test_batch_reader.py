@@ -12,8 +12,17 @@ from vllm_tokentiming.vllm_adapter.batch import BatchReader
 K = 5
 
 
-def cached_request(*, temperature=0.0, seed=None, max_tokens=100, prompt=4, structured=None, **overrides):
-    params = SimpleNamespace(temperature=temperature, seed=seed, max_tokens=max_tokens, structured_outputs=structured)
+def cached_request(
+    *, temperature=0.0, seed=None, max_tokens=100, min_tokens=0, stops=(2,), prompt=4, structured=None, **overrides
+):
+    params = SimpleNamespace(
+        temperature=temperature,
+        seed=seed,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        all_stop_token_ids=set(stops),
+        structured_outputs=structured,
+    )
     fields = {"sampling_params": params, "prompt_embeds": None, "mm_features": [], "num_prompt_tokens": prompt}
     return SimpleNamespace(**{**fields, **overrides})
 
@@ -49,6 +58,19 @@ def test_an_unfinished_prefill_may_warm_but_not_propose():
 def test_the_last_wanted_token_is_never_proposed(max_tokens, generated, limit):
     (request,) = read({"a": cached_request(max_tokens=max_tokens)}, sampled=[[1]], num_tokens=[4 + generated])
     assert request.max_proposal == limit
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "generated", "limit"), [(20, 2, K), (7, 2, 4), (3, 2, 0), (3, 3, K), (2, 8, K)]
+)
+def test_the_verifiers_own_token_does_not_stand_where_a_request_may_begin_to_end(min_tokens, generated, limit):
+    (request,) = read({"a": cached_request(min_tokens=min_tokens)}, sampled=[[1]], num_tokens=[4 + generated])
+    assert request.max_proposal == limit
+
+
+def test_least_tokens_of_a_request_that_nothing_ends_limit_nothing():
+    (request,) = read({"a": cached_request(min_tokens=7, stops=())}, sampled=[[1]], num_tokens=[6])
+    assert request.max_proposal == K
 
 
 @pytest.mark.parametrize(("num_tokens", "limit"), [(57, K), (60, 3), (62, 1), (63, 0), (64, 0)])

@@ -66,7 +66,7 @@ class BatchReader:
                     request_id,
                     state,
                     token_ids[row, :num_tokens],
-                    self._limit(state, constants.max_tokens, num_tokens) if sampled else 0,
+                    self._limit(state, constants, num_tokens) if sampled else 0,
                     constants.temperature,
                     constants.seed,
                     constants.checks_values,
@@ -75,11 +75,16 @@ class BatchReader:
         self._known = known
         return requests
 
-    def _limit(self, state: Any, max_tokens: int | None, num_tokens: int) -> int:
+    def _limit(self, state: Any, constants: _Constants, num_tokens: int) -> int:
         # The verifier adds one token of its own to what it accepts, so the last wanted token is never worth proposing.
         limit = min(self._max_proposal, self._max_model_len - num_tokens - 1)
-        if max_tokens is not None:
-            limit = min(limit, max_tokens - (num_tokens - state.num_prompt_tokens) - 1)
+        num_output = num_tokens - state.num_prompt_tokens
+        if constants.max_tokens is not None:
+            limit = min(limit, constants.max_tokens - num_output - 1)
+        if num_output < constants.min_tokens:
+            # vLLM 0.32 forbids that token to end the request by the output's length before the step, so it must not
+            # stand where the request may end.
+            limit = min(limit, constants.min_tokens - num_output - 1)
         return max(0, limit)
 
 
@@ -88,6 +93,7 @@ class _Constants(NamedTuple):
 
     params: Any
     max_tokens: int | None
+    min_tokens: int
     temperature: float
     seed: int | None
     checks_values: bool
@@ -97,6 +103,7 @@ def _constants(params: Any) -> _Constants:
     return _Constants(
         params=params,
         max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens if params.all_stop_token_ids else 0,
         temperature=float(params.temperature),
         seed=_draft_seed(params.seed),
         checks_values=params.structured_outputs is not None,
