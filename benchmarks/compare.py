@@ -13,16 +13,21 @@ from benchmarks.systems import BASELINE
 
 
 def speed_ups(document: dict[str, Any], *, baseline: str) -> dict[tuple[float, str], dict[str, list[float]]]:
-    """Ratio of tokens per second to the baseline's on the same prompts, by (temperature, system) and task."""
-    rates: dict[tuple[float, str, str], dict[str, float]] = defaultdict(dict)
+    """Ratio of tokens per second to the baseline's on the same prompts, by (temperature, system) and task.
+
+    Where the baseline was measured at one temperature only, that serves all.
+    """
+    rates: dict[tuple[str, str], dict[tuple[float, str], float]] = defaultdict(dict)
     for record in document["records"]:
-        key = (record["temperature"], record["task"], str(record["question_ids"]))
-        rates[key][record["system"]] = sum(map(len, record["token_ids"])) / record["seconds"]
+        rate = sum(map(len, record["token_ids"])) / record["seconds"]
+        rates[record["task"], str(record["question_ids"])][record["temperature"], record["system"]] = rate
     ratios: dict[tuple[float, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for (temperature, task, _), by_system in rates.items():
-        for system, rate in by_system.items():
-            if baseline in by_system:
-                ratios[temperature, system][task].append(rate / by_system[baseline])
+    for (task, _), by_system in rates.items():
+        of_baseline = {temperature: rate for (temperature, system), rate in by_system.items() if system == baseline}
+        for (temperature, system), rate in by_system.items():
+            reference = of_baseline.get(temperature) or next(iter(of_baseline.values()), None)
+            if reference is not None:
+                ratios[temperature, system][task].append(rate / reference)
     return ratios
 
 

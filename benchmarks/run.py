@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.prompts import FIVE_TASKS, Prompt, load_prompts
 from benchmarks.provenance import provenance, without_folders
-from benchmarks.systems import System, parse_system
+from benchmarks.systems import BASELINE, System, parse_system
 
 FORMAT = 2
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,6 +86,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--per-task", type=int, default=12)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
+    parser.add_argument(
+        "--baseline-temperature",
+        type=float,
+        help="measure the system without speculation at this temperature only; its speed hardly depends on it",
+    )
     parser.add_argument("--num-speculative-tokens", type=int, default=5)
     parser.add_argument("--batch", type=int, default=1, help="prompts at once")
     parser.add_argument("--dtype", default="bfloat16")
@@ -96,11 +101,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def batches(prompts: Sequence[Prompt], size: int) -> Iterator[list[Prompt]]:
-    """Prompts of one task, ``size`` at once."""
-    for task in dict.fromkeys(prompt.task for prompt in prompts):
-        of_task = [prompt for prompt in prompts if prompt.task == task]
-        for start in range(0, len(of_task), size):
-            yield of_task[start : start + size]
+    """Prompts of one task, ``size`` at once; task by task in turn, so that a run that is cut short has seen all."""
+    tasks = dict.fromkeys(prompt.task for prompt in prompts)
+    of_tasks = {task: [prompt for prompt in prompts if prompt.task == task] for task in tasks}
+    for start in range(0, max(map(len, of_tasks.values()), default=0), size):
+        for of_task in of_tasks.values():
+            if batch := of_task[start : start + size]:
+                yield batch
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -148,6 +155,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             for temperature in arguments.temperatures:
                 for place in range(len(engines)):
                     engine = engines[(turn + place) % len(engines)]
+                    if engine.system.name == BASELINE and arguments.baseline_temperature not in (None, temperature):
+                        continue
                     sampling = _sampling(temperature, arguments.max_tokens)
                     answer = engine.measure([prompt.text for prompt in batch], sampling)
                     records.append(
