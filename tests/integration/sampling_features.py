@@ -57,7 +57,9 @@ def logprobs(llm: Any) -> Any:
 
     def values(positions: Any) -> list[Any]:
         return [
-            None if position is None else sorted((token, one.rank, round(one.logprob, 6)) for token, one in position.items())
+            None
+            if position is None
+            else sorted((token, one.rank, round(one.logprob, 6)) for token, one in position.items())
             for position in positions
         ]
 

@@ -60,9 +60,7 @@ def test_the_last_wanted_token_is_never_proposed(max_tokens, generated, limit):
     assert request.max_proposal == limit
 
 
-@pytest.mark.parametrize(
-    ("min_tokens", "generated", "limit"), [(20, 2, K), (7, 2, 4), (3, 2, 0), (3, 3, K), (2, 8, K)]
-)
+@pytest.mark.parametrize(("min_tokens", "generated", "limit"), [(20, 2, K), (7, 2, 4), (3, 2, 0), (3, 3, K), (2, 8, K)])
 def test_the_verifiers_own_token_does_not_stand_where_a_request_may_begin_to_end(min_tokens, generated, limit):
     (request,) = read({"a": cached_request(min_tokens=min_tokens)}, sampled=[[1]], num_tokens=[4 + generated])
     assert request.max_proposal == limit
