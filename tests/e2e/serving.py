@@ -12,9 +12,10 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from vllm_tokentiming.tiny_pair import tiny_pair
@@ -69,13 +70,26 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *, speculative: dict[str, Any] | None) -> Iterator[Server]:
-    """Serve the tiny target until the block ends, and leave nothing of it behind."""
+def serving(
+    folder: Path,
+    *,
+    speculative: dict[str, Any] | None,
+    arguments: Sequence[str] = (),
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Server]:
+    """Serve the tiny target until the block ends, and leave nothing of it behind.
+
+    Args:
+        folder: for logs and metrics.
+        speculative: ``--speculative-config``.
+        arguments: further ones of ``vllm serve``.
+        variables: further environment variables, which win.
+    """
     port = free_port()
     command = [
         str(Path(sys.executable).with_name("vllm")), "serve", str(tiny_pair().target), "--host", "127.0.0.1",
         "--port", str(port), "--served-model-name", MODEL, "--dtype", "float32", "--enforce-eager",
-        "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16",
+        "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16", *arguments,
     ]  # fmt: skip
     if speculative is not None:
         command += ["--speculative-config", json.dumps(speculative)]
@@ -86,6 +100,7 @@ def serving(folder: Path, *, speculative: dict[str, Any] | None) -> Iterator[Ser
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "PROMETHEUS_MULTIPROC_DIR": tempfile.mkdtemp(dir=folder),
+        **variables,
     }
     log_file = folder / f"server-{port}.log"
     with log_file.open("wb") as log:

@@ -1,7 +1,8 @@
 """Run in a process of its own: builds one vLLM engine after the other, in this process, and plays scenarios on each.
 
 Arguments: a file for the answers, and a JSON list of jobs: ``name``, ``engine`` (arguments of ``LLM`` beside the common
-ones) and ``scenarios`` (functions of ``scenarios.py``, ``request_life.py`` and ``sampling_features.py``). Writes a line of JSON for each job as soon as it is done.
+ones) and ``scenarios`` (functions of ``scenarios.py``, ``request_life.py`` and ``sampling_features.py``). Writes a line
+of JSON for each job as soon as it is done.
 """
 
 from __future__ import annotations

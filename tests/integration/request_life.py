@@ -104,7 +104,7 @@ def arrivals(llm: Any) -> Any:
 
 
 def cached_prompts(llm: Any) -> Any:
-    """Prompts that the prefix cache holds up to their last token, whose first step vLLM pads with proposals of no id."""
+    """Prompts that the prefix cache holds up to their last token, whose first step vLLM pads with ids of -1."""
     dice = random.Random(9)
     size = llm.llm_engine.vllm_config.cache_config.block_size
     prompt = [dice.randrange(300, 4000) for _ in range(size + 1)]

@@ -78,7 +78,7 @@ def seeds(llm: Any) -> Any:
     seeded = SamplingParams(temperature=1.0, seed=5, max_tokens=32, ignore_eos=True)
     other = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
     alone = _generate(llm, [PROMPTS[2]], seeded)[0]
-    crowd = _generate(llm, PROMPTS[:2] + (PROMPTS[2],) + PROMPTS[3:], [other, other, seeded, *[other] * 5])[2]
+    crowd = _generate(llm, PROMPTS, [other, other, seeded, *[other] * 5])[2]
     engine = llm.llm_engine
     engine.add_request("seeded", PROMPTS[2], seeded)
     late, step = [], 0

@@ -211,9 +211,9 @@ def test_another_vllm_is_not_trusted(tiny: tuple[Any, str], monkeypatch: pytest.
     from vllm_tokentiming.engine.vllm_decode_step import why_unfit
 
     engine, _ = tiny
-    assert why_unfit(engine._model, engine.config, engine._cache) is None
+    assert why_unfit(engine._model, engine._cache) is None
     monkeypatch.setattr(vllm, "__version__", "0.33.0")
-    assert "0.33.0" in str(why_unfit(engine._model, engine.config, engine._cache))
+    assert "0.33.0" in str(why_unfit(engine._model, engine._cache))
 
 
 @pytest.mark.real_models

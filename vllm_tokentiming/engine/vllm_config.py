@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 import torch
-from vllm.config import CompilationMode, CUDAGraphMode, LoadConfig, ModelConfig, VllmConfig
+from vllm.config import CompilationMode, CUDAGraphMode, LoadConfig, ModelConfig, ParallelConfig, VllmConfig
 from vllm.config.utils import replace
 
 from vllm_tokentiming.config import TokenTimingConfig
@@ -51,12 +51,22 @@ def make_draft_vllm_config(target: VllmConfig, options: TokenTimingConfig) -> Vl
         quant_config=None,
         compilation_config=compilation_config,
         cache_config=replace(target.cache_config),
+        parallel_config=_whole_on_each_rank(target.parallel_config),
         speculative_config=None,
         lora_config=None,
         kv_transfer_config=None,
         kv_events_config=None,
         additional_config={},
     )
+
+
+def _whole_on_each_rank(target: ParallelConfig) -> ParallelConfig:
+    """See ``vllm_solo_group``. Nor does a draft keep step with those of other data-parallel engines."""
+    if target.world_size_across_dp == 1:
+        return target
+    alone = ParallelConfig(max_parallel_loading_workers=target.max_parallel_loading_workers)
+    alone.rank = target.rank  # part of where compiled code is kept
+    return alone
 
 
 def draft_model_config(target: ModelConfig, options: TokenTimingConfig) -> ModelConfig:
@@ -130,7 +140,7 @@ def _steps_by_hand(target: VllmConfig, model_config: ModelConfig) -> bool:
     # What it imports of vLLM is for CPUs.
     from vllm_tokentiming.engine.vllm_decode_step import is_expected
 
-    return is_expected(target, model_config.architectures)
+    return is_expected(model_config.architectures)
 
 
 def _first_line(error: Exception) -> str:

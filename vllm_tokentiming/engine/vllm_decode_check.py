@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import VllmConfig
 
 from vllm_tokentiming.engine.vllm_decode_step import LlamaDecodeStep, why_unfit
 from vllm_tokentiming.engine.vllm_kv_cache import DraftKVCache
@@ -38,9 +37,9 @@ _QUANTIZED = _Limits(kv_error=0.06, correlation=0.9)
 """About three times what SmolLM2-135M and Qwen2.5-0.5B differ by; a rotation by one position makes 0.07–0.14."""
 
 
-def agreed_step(model: Any, config: VllmConfig, cache: DraftKVCache, forward: DraftForward) -> LlamaDecodeStep | None:
+def agreed_step(model: Any, cache: DraftKVCache, forward: DraftForward) -> LlamaDecodeStep | None:
     """The hand-written step, where this draft has one and it agrees with vLLM's; else None, and the log says why."""
-    reason = why_unfit(model, config, cache)
+    reason = why_unfit(model, cache)
     if reason is None:
         step = LlamaDecodeStep(model, cache=cache)
         reason = disagreement(forward, step, cache)

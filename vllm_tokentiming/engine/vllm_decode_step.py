@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import vllm
 from vllm import envs
-from vllm.config import VllmConfig
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.models.llama import LlamaForCausalLM
@@ -68,25 +67,22 @@ class _Buffers:
     query_start: torch.Tensor
 
 
-def is_expected(config: VllmConfig, architectures: Collection[str]) -> bool:
+def is_expected(architectures: Collection[str]) -> bool:
     """Whether a draft of these architectures can take its steps by hand, as far as can be told before it is loaded."""
     known = {kind.__name__ for kind in _KNOWN}
-    return known.issuperset(architectures) and next(_unfit_place(config), None) is None
+    return known.issuperset(architectures) and next(_unfit_place(), None) is None
 
 
-def why_unfit(model: Any, config: VllmConfig, cache: DraftKVCache) -> str | None:
+def why_unfit(model: Any, cache: DraftKVCache) -> str | None:
     """What keeps this draft from the hand-written step; None where nothing does."""
-    return next(chain(_unfit_place(config), _unfit_model(model, cache)), None)
+    return next(chain(_unfit_place(), _unfit_model(model, cache)), None)
 
 
-def _unfit_place(config: VllmConfig) -> Iterator[str]:
+def _unfit_place() -> Iterator[str]:
     if not current_platform.is_cpu():
         yield "the device is not a CPU"
     if not vllm.__version__.startswith(_VERSION):
         yield f"vLLM is {vllm.__version__}, the step was written for {_VERSION}x"
-    parallel = config.parallel_config
-    if parallel.tensor_parallel_size * parallel.pipeline_parallel_size != 1:
-        yield "the draft is split over several workers"
 
 
 def _unfit_model(model: Any, cache: DraftKVCache) -> Iterator[str]:

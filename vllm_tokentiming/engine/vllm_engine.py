@@ -26,6 +26,7 @@ from vllm_tokentiming.engine.vllm_config import make_draft_vllm_config
 from vllm_tokentiming.engine.vllm_forward import DraftForward
 from vllm_tokentiming.engine.vllm_kv_blocks import DraftBlocks, DraftSequence
 from vllm_tokentiming.engine.vllm_kv_cache import GIB, DraftKVCache, allocate_draft_kv_cache
+from vllm_tokentiming.engine.vllm_solo_group import WholeModel
 from vllm_tokentiming.errors import DraftCacheExhaustedError, DraftEngineError
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class VllmDraftEngine:
     """Draft engine on vLLM's model loader, attention backends, quantisation and compilation.
 
     Args:
-        target: the target's config; the draft shares its device, parallelism and loading options.
+        target: the target's config; the draft shares its device and loading options.
         options: the plugin's.
 
     Raises:
@@ -81,12 +82,13 @@ class VllmDraftEngine:
         started = time.monotonic()
         self.config = make_draft_vllm_config(target, options)
         self._device = torch.device(target.device_config.device)
+        self._whole = WholeModel(target.parallel_config, device=self._device)
         logger.info("loading the draft model %s", options.draft_model)
-        with set_model_tag("tokentiming_draft"):
+        with self._whole.alone(), set_model_tag("tokentiming_draft"):
             self._model = get_model(vllm_config=self.config)
-        self._cache: DraftKVCache = allocate_draft_kv_cache(
-            self.config, device=self._device, memory=options.draft_kv_cache_memory
-        )
+            self._cache: DraftKVCache = allocate_draft_kv_cache(
+                self.config, device=self._device, memory=options.draft_kv_cache_memory
+            )
         self._blocks = DraftBlocks(num_blocks=self._cache.num_blocks, block_size=self._cache.block_size)
         scheduler = self.config.scheduler_config
         self._forward = DraftForward(
@@ -141,16 +143,17 @@ class VllmDraftEngine:
         """
         results: list[DraftedTokens | None] = [None] * len(requests)
         try:
-            rows = self._plan(requests, results)
-            self._prefill(rows)
-            ready = [row for row in rows if row.logits is not None and row.request.num_steps > 0]
-            for row in rows:
-                if row.logits is None:
-                    results[row.index] = DraftedTokens(ids_in_draft_vocab=[], reason=Silence.PREFILLING)
-                elif row.request.num_steps <= 0:
-                    results[row.index] = DraftedTokens(ids_in_draft_vocab=[], reason=Silence.WARMING)
-            if ready:
-                self._decode(ready, results, stop_rule)
+            with self._whole.alone():
+                rows = self._plan(requests, results)
+                self._prefill(rows)
+                ready = [row for row in rows if row.logits is not None and row.request.num_steps > 0]
+                for row in rows:
+                    if row.logits is None:
+                        results[row.index] = DraftedTokens(ids_in_draft_vocab=[], reason=Silence.PREFILLING)
+                    elif row.request.num_steps <= 0:
+                        results[row.index] = DraftedTokens(ids_in_draft_vocab=[], reason=Silence.WARMING)
+                if ready:
+                    self._decode(ready, results, stop_rule)
         except Exception as error:
             for request in requests:
                 self._forget(request.request_id)
@@ -269,14 +272,15 @@ class VllmDraftEngine:
         compiled = bool(self.config.compilation_config.mode)
         if compiled:
             logger.info("compiling the draft model; this can take a minute or two on the first start")
-        with _compilation_settings(self.config, self._device):
+        with self._whole.alone(), _compilation_settings(self.config, self._device):
             if compiled:
                 self._forward.warm_up()
         if self._device.type == "cpu":
             # What it imports of vLLM is for CPUs.
             from vllm_tokentiming.engine.vllm_decode_check import agreed_step
 
-            self._forward.hand_step = agreed_step(self._model, self.config, self._cache, self._forward)
+            with self._whole.alone():
+                self._forward.hand_step = agreed_step(self._model, self._cache, self._forward)
         # A short real cycle touches every kernel once, so that the first request does not pay for it.
         warm = DraftRequest(request_id="warm-up", context_ids=[0, 0], num_steps=2)
         self.draft([warm])

@@ -218,8 +218,8 @@ PATCHES: tuple[Patch, ...] = (
         name="padded proposals",
         symptom="a prompt that the prefix cache holds up to its last token may begin with a token of a wrong law, at "
         "temperature > 0",
-        cause="the scheduler pads the first step of such a prompt with proposals of id -1, at which the CPU kernel reads "
-        "a probability out of bounds (Triton's rejects ids below 0)",
+        cause="the scheduler pads the first step of such a prompt with proposals of id -1, at which the CPU kernel "
+        "reads a probability out of bounds (Triton's rejects ids below 0)",
         removal="when rejection_random_sample_kernel rejects ids below 0 on CPU",
         is_needed=_padding_is_judged,
         apply=_mend_padding,
