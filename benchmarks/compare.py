@@ -70,7 +70,16 @@ def outputs_equal(document: dict[str, Any], *, baseline: str) -> dict[str, tuple
 
 
 def print_tables(document: dict[str, Any], *, baseline: str = BASELINE) -> None:
-    """Print speed-ups (geometric mean by task), acceptance and output equality as Markdown."""
+    """Print speed-ups (geometric mean by task), acceptance and output equality as Markdown, for each concurrency."""
+    sizes = sorted({record.get("batch", 1) for record in document["records"]})
+    for size in sizes:
+        of_size = [record for record in document["records"] if record.get("batch", 1) == size]
+        if len(sizes) > 1:
+            print(f"\n## {size} at once")
+        _print_tables({**document, "records": of_size}, baseline=baseline)
+
+
+def _print_tables(document: dict[str, Any], *, baseline: str) -> None:
     tasks = list(dict.fromkeys(record["task"] for record in document["records"]))
     print(f"\nSpeed-up over {baseline} (geometric mean; quartiles over prompts)\n")
     print("| T | system | " + " | ".join(tasks) + " | mean of tasks | quartiles |")

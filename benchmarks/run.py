@@ -92,7 +92,7 @@ def parse_arguments() -> argparse.Namespace:
         help="measure the system without speculation at this temperature only; its speed hardly depends on it",
     )
     parser.add_argument("--num-speculative-tokens", type=int, default=5)
-    parser.add_argument("--batch", type=int, default=1, help="prompts at once")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1], help="prompts at once; several: one by one")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--max-model-len", type=int, default=4096)
@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "dtype": arguments.dtype,
         "enforce_eager": arguments.enforce_eager,
         "max_model_len": arguments.max_model_len,
-        "max_num_seqs": max(8, arguments.batch),
+        "max_num_seqs": max(8, *arguments.batch),
         "disable_log_stats": False,
         # Every system prefills every prompt itself, each time.
         "enable_prefix_caching": False,
@@ -150,8 +150,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             print(f"{system.name}: ready after {engines[-1].start_seconds:.0f} s", flush=True)
         for engine in engines:
             # Long enough that every kernel shape of the run has been seen.
-            engine.measure([prompts[0].text] * arguments.batch, _sampling(arguments.temperatures[0], 32))
-        for turn, batch in enumerate(batches(prompts, arguments.batch)):
+            for size in arguments.batch:
+                engine.measure([prompts[0].text] * size, _sampling(arguments.temperatures[0], 32))
+        turns = [(size, batch) for size in arguments.batch for batch in batches(prompts, size)]
+        for turn, (size, batch) in enumerate(turns):
             for temperature in arguments.temperatures:
                 for place in range(len(engines)):
                     engine = engines[(turn + place) % len(engines)]
@@ -163,12 +165,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                         {
                             "system": engine.system.name,
                             "temperature": temperature,
+                            "batch": size,
                             "task": batch[0].task,
                             "question_ids": [prompt.question_id for prompt in batch],
                             **answer,
                         }
                     )
-            print(f"{turn + 1}: {batch[0].task}", flush=True)
+            print(f"{turn + 1} of {len(turns)}: {batch[0].task}", flush=True)
             # Written as it goes: a run takes long.
             arguments.output.write_text(json.dumps(document(), indent=1) + "\n", encoding="utf-8")
     finally:

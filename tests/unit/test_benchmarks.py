@@ -1,0 +1,158 @@
+"""What the benchmarks make of their records."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.compare import acceptance, outputs_equal, print_tables, speed_ups
+from benchmarks.prompts import Prompt
+from benchmarks.run import batches
+from benchmarks.time_shares import PARTS, shares
+
+
+def record(system, temperature, *, question, seconds, ids=(1, 2, 3, 4), task="qa", **speculation):
+    return {
+        "system": system,
+        "temperature": temperature,
+        "task": task,
+        "question_ids": [question],
+        "seconds": seconds,
+        "token_ids": [list(ids)],
+        "speculation": speculation,
+    }
+
+
+def end_to_end(*records):
+    return {"kind": "end_to_end", "records": list(records)}
+
+
+def test_speed_ups_are_of_the_same_prompt_at_the_same_temperature():
+    document = end_to_end(
+        record("none", 0.0, question=1, seconds=4.0),
+        record("none", 1.0, question=1, seconds=6.0),
+        record("ours", 0.0, question=1, seconds=2.0),
+        record("ours", 1.0, question=1, seconds=2.0),
+        record("ours", 0.0, question=2, seconds=2.0),  # without a baseline it tells nothing
+    )
+    ratios = speed_ups(document, baseline="none")
+    assert ratios[0.0, "ours"] == {"qa": [2.0]}
+    assert ratios[1.0, "ours"] == {"qa": [3.0]}
+
+
+def test_a_baseline_measured_at_one_temperature_serves_all():
+    document = end_to_end(
+        record("none", 0.0, question=1, seconds=4.0),
+        record("ours", 1.0, question=1, seconds=2.0),
+        record("ours", 1.0, question=2, seconds=2.0),
+    )
+    assert speed_ups(document, baseline="none")[1.0, "ours"] == {"qa": [2.0]}
+
+
+def test_acceptance_sums_counters_before_it_divides():
+    counts = {"drafts": 2, "draft_tokens": 8, "accepted_tokens": 2, "accepted_tokens_per_pos": [1, 1]}
+    more = {"drafts": 2, "draft_tokens": 2, "accepted_tokens": 2, "accepted_tokens_per_pos": [2, 0]}
+    renamed = [
+        {("accepted_per_position" if key == "accepted_tokens_per_pos" else key): value for key, value in each.items()}
+        for each in (counts, more)
+    ]
+    document = end_to_end(*(record("ours", 0.0, question=n, seconds=1.0, **each) for n, each in enumerate(renamed)))
+    row = acceptance(document)[0.0, "ours"]
+    assert row == {"accepted share": 0.4, "accepted length": 2.0, "by position": [0.75, 0.25]}
+
+
+def test_concurrencies_have_tables_of_their_own(capsys):
+    document = end_to_end(
+        *(
+            record(system, 0.0, question=batch, seconds=seconds, drafts=0) | {"batch": batch}
+            for system, seconds_by_batch in (("none", (4.0, 6.0)), ("ours", (2.0, 6.0)))
+            for batch, seconds in zip((1, 8), seconds_by_batch, strict=True)
+        )
+    )
+    print_tables(document)
+    printed = capsys.readouterr().out
+    assert printed.index("1 at once") < printed.index("| 0.0 | ours | 2.00 |")
+    assert printed.index("8 at once") < printed.index("| 0.0 | ours | 1.00 |")
+
+
+def test_outputs_are_compared_at_temperature_0_only():
+    document = end_to_end(
+        record("none", 0.0, question=1, seconds=1.0),
+        record("ours", 0.0, question=1, seconds=1.0),
+        record("none", 0.0, question=2, seconds=1.0),
+        record("ours", 0.0, question=2, seconds=1.0, ids=(1, 2, 3, 5)),
+        record("ours", 1.0, question=1, seconds=1.0, ids=(9, 9, 9, 9)),
+    )
+    assert outputs_equal(document, baseline="none") == {"ours": (1, 2)}
+
+
+def test_tasks_take_turns_so_that_a_run_cut_short_has_seen_all():
+    prompts = [Prompt(task=task, question_id=n, text="") for task in ("a", "b") for n in range(3)]
+    turns = [[(prompt.task, prompt.question_id) for prompt in batch] for batch in batches(prompts, 2)]
+    assert turns == [[("a", 0), ("a", 1)], [("b", 0), ("b", 1)], [("a", 2)], [("b", 2)]]
+
+
+def test_time_shares_add_up():
+    one = {"temperature": 0.0, "cycles": 2, "tokens": 5, **dict.fromkeys(PARTS, 0.5)}
+    assert shares({"records": [one, one]})[0.0] == {"cycles": 4, "tokens": 10, **dict.fromkeys(PARTS, 1.0)}
+
+
+@pytest.mark.parametrize("kind", ["end_to_end", "time_shares"])
+def test_plots_are_drawn_and_the_same_each_time(tmp_path, kind):
+    pytest.importorskip("matplotlib", reason="plots are drawn by matplotlib, which only the extra 'plots' installs")
+    from benchmarks.plots import draw
+
+    document = {
+        "end_to_end": end_to_end(
+            *(record(system, 0.0, question=q, seconds=1.0 + q) for system in ("none", "ours") for q in range(3))
+        ),
+        "time_shares": {
+            "kind": kind,
+            "records": [{"temperature": 0.0, "cycles": 2, "tokens": 5, **dict.fromkeys(PARTS, 0.5)}],
+        },
+    }[kind]
+    for name in ("one.svg", "two.svg"):
+        draw(document, tmp_path / name)
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+    assert b"</svg>" in (tmp_path / "one.svg").read_bytes()
+
+
+def test_what_has_no_plot_is_refused(tmp_path):
+    pytest.importorskip("matplotlib", reason="plots are drawn by matplotlib, which only the extra 'plots' installs")
+    from benchmarks.plots import draw
+
+    with pytest.raises(ValueError, match="no plot of 'acceptance'"):
+        draw({"kind": "acceptance"}, tmp_path / "none.svg")
+
+
+def test_step_clock_times_what_a_step_runs():
+    from benchmarks.time_shares import StepClock
+
+    totals = dict.fromkeys((f"seconds/{stage}" for stage in ("context", "draft", "proposal", "rows")), 0.0)
+    runner = SimpleNamespace(drafter=SimpleNamespace(_metrics=SimpleNamespace(totals=totals)))
+
+    def propose():
+        totals["seconds/draft"] += 0.001
+
+    def sample():
+        runner.propose_draft_token_ids()  # looked up when it is called, as vLLM does
+
+    runner.execute_model = lambda: None
+    runner.propose_draft_token_ids = propose
+    runner.sample_tokens = sample
+    worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
+    core = SimpleNamespace(engine_core=SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker)))
+
+    def step():
+        runner.execute_model()
+        runner.sample_tokens()
+        return ["output"]
+
+    clock = StepClock(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core, step=step)))
+    outputs, parts = clock.step()
+    assert outputs == ["output"]
+    assert set(parts) == set(PARTS)
+    assert parts["draft"] == pytest.approx(0.001)
+    assert parts["target pass"] > 0.0
+    assert parts["rest of vLLM"] > 0.0
