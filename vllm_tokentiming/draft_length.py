@@ -35,8 +35,12 @@ _FIXED_THRESHOLD: Final = 0.2
 """Least reach · α for another step where it must not depend on times or on other requests."""
 _CATCHING_UP: Final = 32
 """Tokens that a draft reads at most in a cycle whose time tells about others."""
+_COLD_CYCLES: Final = 2
+"""Of speculation at a batch size: what they find uncompiled or unread makes them slow, and the rest should not pay."""
 _FIRST_PROBE: Final = 8
 _PROBE_EVERY: Final = 64
+_FIRST_SPECULATIVE_PROBE: Final = 16
+"""After speculation has lost: sooner, for it is the likelier one to have been misjudged on little evidence."""
 _LONGEST_PROBE_INTERVAL: Final = 512
 _SPECULATIVE_PROBE: Final = 4
 """Cycles of speculation in a row that try it where it has lost; the first one has to read what the draft missed."""
@@ -138,10 +142,16 @@ class _Mode:
         """Draft steps."""
         self.drafts = _Rate()
         """Cycles that drafted, by the time that drafting took."""
+        self._cold = _COLD_CYCLES
         self._until_probe = _FIRST_PROBE
         self._interval = _PROBE_EVERY
         self._probing = 0
         self._was_better = True
+
+    def is_cold(self) -> bool:
+        """Whether this cycle of speculation is one of the first; each call counts one."""
+        self._cold -= 1
+        return self._cold >= 0
 
     def better(self) -> bool:
         """Whether speculation is faster, as far as is known; it is the first guess."""
@@ -158,7 +168,8 @@ class _Mode:
             self._probing -= 1
             return True
         if better != self._was_better:
-            self._was_better, self._interval, self._until_probe = better, _PROBE_EVERY, _PROBE_EVERY
+            interval = _PROBE_EVERY if better else _FIRST_SPECULATIVE_PROBE
+            self._was_better, self._interval, self._until_probe = better, interval, interval
         self._until_probe -= 1
         if self._until_probe > 0:
             return better
@@ -362,6 +373,8 @@ class DraftLength:
     def _observe(self, cycle: _Cycle, *, tokens: int, seconds: float) -> None:
         batch = len(cycle.lengths)
         mode = self._mode(batch)
+        if cycle.speculates and mode.is_cold():
+            return
         rate = mode.rates[cycle.speculates]
         if rate.value > 0.0 and seconds * rate.value > _OUTLIER * tokens:
             return

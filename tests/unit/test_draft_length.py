@@ -123,6 +123,34 @@ def test_comes_back_when_a_draft_gets_better():
     assert sum(server.drafted[-50:]) > 100
 
 
+def test_a_slow_start_is_not_held_against_a_good_draft():
+    server, length = (
+        Server(draft=0.01, chance=lambda c: c, confidence=lambda rng: 0.5 + rng.random() / 2),
+        DraftLength(),
+    )
+    server.verify = 3.0
+    for _ in range(2):
+        server.cycle(length)
+    server.verify = 0.15
+    for _ in range(40):
+        server.cycle(length)
+    assert sum(steps > 0 for steps in server.drafted) >= 40
+
+
+def test_a_misjudged_draft_is_tried_again_soon():
+    server, length = (
+        Server(draft=0.01, chance=lambda c: c, confidence=lambda rng: 0.5 + rng.random() / 2),
+        DraftLength(),
+    )
+    server.verify = 1.5
+    for _ in range(7):
+        server.cycle(length)
+    server.verify = 0.15
+    for _ in range(60):
+        server.cycle(length)
+    assert sum(steps > 0 for steps in server.drafted[-30:]) >= 20
+
+
 def test_a_pause_between_requests_teaches_nothing():
     length = DraftLength()
     server = Server(draft=0.02, chance=lambda _: 0.8, confidence=lambda _: 0.8)
