@@ -123,6 +123,10 @@ def test_comes_back_when_a_draft_gets_better():
     assert sum(server.drafted[-50:]) > 100
 
 
+def good_draft():
+    return Server(draft=0.01, chance=lambda c: c, confidence=lambda rng: 0.5 + rng.random() / 2)
+
+
 def test_a_slow_start_is_not_held_against_a_good_draft():
     server, length = (
         Server(draft=0.01, chance=lambda c: c, confidence=lambda rng: 0.5 + rng.random() / 2),
