@@ -4,7 +4,7 @@ A cycle takes a verify pass v(n) of n tokens and some draft steps of c seconds. 
 it is expected to bring are more than what the server makes in that time anyway: Σ reach · α > (c + dv/dn) · rate,
 summed over the requests that draft together (the marginal rule for a ratio of expectations). *reach* is the chance
 that the verifier accepts all that a request has drafted so far; acceptance is learned by the draft's own confidence.
-Speculation as a whole is a choice between two ways to run, by batch size, of which the loser is tried now and then.
+Whether to speculate at all is the choice of ``cycle_costs``, by batch size.
 
 Exactness: everything here is either from the past or a draft law's shape, and is decided before the token of that law
 is drawn (docs/losslessness.md, "When drafting ends early").
@@ -19,31 +19,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from vllm_tokentiming.cycle_costs import CycleCosts, Rate
+
 _BUCKETS: Final = 10
 """Of the draft's confidence, the largest probability of its law."""
 _PRIOR_STEPS: Final = 20.0
 _MEMORY: Final = 0.999
 _REQUEST_PRIOR: Final = 4.0
-_TIME_MEMORY: Final = 0.95
-_OLD_EVIDENCE: Final = 0.2
 FIXED_WORTH: Final = 1.5
 """Of a draft, in tokens, where it is not known or must not be."""
 _LEAST_WORTH: Final = 0.3
-_OUTLIER: Final = 4.0
-"""A cycle that took so many times the usual waited for something else, such as a request to arrive."""
 _FIXED_THRESHOLD: Final = 0.2
 """Least reach · α for another step where it must not depend on times or on other requests."""
 _CATCHING_UP: Final = 32
 """Tokens that a draft reads at most in a cycle whose time tells about others."""
-_COLD_CYCLES: Final = 2
-"""Of speculation at a batch size: what they find uncompiled or unread makes them slow, and the rest should not pay."""
-_FIRST_PROBE: Final = 8
-_PROBE_EVERY: Final = 64
-_FIRST_SPECULATIVE_PROBE: Final = 16
-"""After speculation has lost: sooner, for it is the likelier one to have been misjudged on little evidence."""
-_LONGEST_PROBE_INTERVAL: Final = 512
-_SPECULATIVE_PROBE: Final = 4
-"""Cycles of speculation in a row that try it where it has lost; the first one has to read what the draft missed."""
 
 
 def prior_acceptance(bucket: int) -> float:
@@ -92,94 +81,6 @@ class RequestAcceptance:
         """One drafted token that the verifier judged."""
         self._accepted = self._accepted * 0.98 + accepted + 0.02 * _REQUEST_PRIOR
         self._expected = self._expected * 0.98 + expected + 0.02 * _REQUEST_PRIOR
-
-
-@dataclass(slots=True)
-class _Rate:
-    """So many things in so many seconds, over recent cycles."""
-
-    count: float = 0.0
-    seconds: float = 0.0
-
-    def add(self, count: float, seconds: float) -> None:
-        self.count = self.count * _TIME_MEMORY + count
-        self.seconds = self.seconds * _TIME_MEMORY + seconds
-
-    def fade(self, share: float) -> None:
-        self.count *= share
-        self.seconds *= share
-
-    @property
-    def value(self) -> float:
-        return self.count / self.seconds if self.seconds > 0.0 else 0.0
-
-
-class _VerifyTime:
-    """Seconds of a verify pass against the tokens in it: decayed least squares, slope ≥ 0."""
-
-    def __init__(self) -> None:
-        self._sums: tuple[float, ...] = (0.0,) * 5  # weight, n, v, n², n·v
-
-    def add(self, tokens: int, seconds: float) -> None:
-        new = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
-        self._sums = tuple(old * _TIME_MEMORY + each for old, each in zip(self._sums, new, strict=True))
-
-    @property
-    def slope(self) -> float:
-        weight, n, v, nn, nv = self._sums
-        spread = weight * nn - n * n
-        # Without some spread in n, noise in v would make any slope.
-        return max(0.0, (weight * nv - n * v) / spread) if spread > 0.05 * nn * weight else 0.0
-
-
-class _Mode:
-    """Speculate or not, at one batch size."""
-
-    def __init__(self) -> None:
-        self.rates = {True: _Rate(), False: _Rate()}
-        self.verify = _VerifyTime()
-        self.drafting = _Rate()
-        """Draft steps."""
-        self.drafts = _Rate()
-        """Cycles that drafted, by the time that drafting took."""
-        self._cold = _COLD_CYCLES
-        self._until_probe = _FIRST_PROBE
-        self._interval = _PROBE_EVERY
-        self._probing = 0
-        self._was_better = True
-
-    def is_cold(self) -> bool:
-        """Whether this cycle of speculation is one of the first; each call counts one."""
-        self._cold -= 1
-        return self._cold >= 0
-
-    def better(self) -> bool:
-        """Whether speculation is faster, as far as is known; it is the first guess."""
-        plain = self.rates[False].value
-        return plain == 0.0 or self.rates[True].value >= plain
-
-    def hurry(self) -> None:
-        """Another request came, which may be of another kind. The surer the choice is, the less that counts."""
-        self._until_probe = min(self._until_probe, self._interval // 8)
-
-    def choose(self) -> bool:
-        better = self.better()
-        if self._probing:
-            self._probing -= 1
-            return True
-        if better != self._was_better:
-            interval = _PROBE_EVERY if better else _FIRST_SPECULATIVE_PROBE
-            self._was_better, self._interval, self._until_probe = better, interval, interval
-        self._until_probe -= 1
-        if self._until_probe > 0:
-            return better
-        # The longer one way has won, the more rarely the other is tried.
-        self._until_probe = self._interval
-        self._interval = min(2 * self._interval, _LONGEST_PROBE_INTERVAL)
-        self._probing = 0 if better else _SPECULATIVE_PROBE - 1
-        # What it was like long ago counts for little.
-        self.rates[not better].fade(_OLD_EVIDENCE)
-        return not better
 
 
 @dataclass(slots=True, eq=False)
@@ -258,7 +159,9 @@ class _Cycle:
 
     began: float
     lengths: dict[str, int]
+    samples: bool = False
     speculates: bool = True
+    is_probe: bool = False
     steps: int = 0
     tells: bool = True
     draft_seconds: float = 0.0
@@ -276,24 +179,25 @@ class DraftLength:
         self._timed = timed
         self._acceptance = {True: _Acceptance(), False: _Acceptance()}
         self._prior = _Acceptance()
-        self._modes: dict[int, _Mode] = {}
+        self._costs: dict[tuple[int, bool], CycleCosts] = {}
         self._cycle = _Cycle(began=0.0, lengths={})
         self._pace: Pace | None = None
-        self._drafted = _Rate()
+        self._drafted = Rate()
         """Accepted tokens, by drafted proposals."""
 
-    def begin_cycle(self, now: float, lengths: dict[str, int]) -> None:
+    def begin_cycle(self, now: float, lengths: dict[str, int], *, samples: bool = False) -> None:
         """The verifier is done with the last proposals, whose cycle thus ends.
 
         Args:
             now: seconds, of any steady clock.
             lengths: known tokens of each request of the batch.
+            samples: whether any of them is sampled. Greedy ones gain more, and cost the verifier less.
         """
-        last, self._cycle = self._cycle, _Cycle(began=now, lengths=lengths)
+        last, self._cycle = self._cycle, _Cycle(began=now, lengths=lengths, samples=samples)
         if not self._timed:
             return
         if not lengths.keys() <= last.lengths.keys():
-            self._mode(len(lengths)).hurry()
+            self._costs_of(self._cycle).greet(len(lengths))
         gains = [length - last.lengths.get(request_id, length) for request_id, length in lengths.items()]
         # With a request that came, went or was read in between, the time was not that of verifying alone.
         if last.tells and gains and len(lengths) == len(last.lengths) and min(gains) > 0:
@@ -310,8 +214,10 @@ class DraftLength:
 
     def speculates(self) -> bool:
         """Whether to draft in this cycle."""
-        self._cycle.speculates = not self._timed or self._mode(len(self._cycle.lengths)).choose()
-        return self._cycle.speculates
+        cycle = self._cycle
+        if self._timed:
+            cycle.speculates, cycle.is_probe = self._costs_of(cycle).choose()
+        return cycle.speculates
 
     def pace(self, rows: Sequence[DraftRow], *, missing_tokens: int) -> Pace:
         """The decisions of one cycle.
@@ -320,13 +226,13 @@ class DraftLength:
             rows: the requests that draft.
             missing_tokens: most that the draft has to read before it drafts.
         """
-        mode = self._mode(len(self._cycle.lengths))
-        rate, steps_per_second = mode.rates[True].value, mode.drafting.value
+        costs = self._costs_of(self._cycle)
+        rate, steps_per_second = costs.rate.value, costs.drafting.value
         self._pace = Pace(
             self,
             rows,
             step_cost=rate / steps_per_second if steps_per_second else 0.0,
-            token_cost=rate * mode.verify.slope if self._timed else _FIXED_THRESHOLD,
+            token_cost=rate * costs.verify.slope if self._timed else _FIXED_THRESHOLD,
             missing_tokens=missing_tokens,
         )
         return self._pace
@@ -342,10 +248,10 @@ class DraftLength:
             return FIXED_WORTH
         if not speculates:
             return _LEAST_WORTH
-        mode = self._mode(len(self._cycle.lengths))
-        if not mode.drafts.seconds or not self._drafted.seconds:
+        costs = self._costs_of(self._cycle)
+        if not costs.drafts.seconds or not self._drafted.seconds:
             return FIXED_WORTH
-        cost = mode.rates[True].value / mode.drafts.value / len(self._cycle.lengths)
+        cost = costs.rate.value / costs.drafts.value / len(self._cycle.lengths)
         return max(self._drafted.value * acceptance.factor - cost, _LEAST_WORTH)
 
     def chances(self, row: DraftRow, bucket: int) -> tuple[float, float]:
@@ -372,18 +278,21 @@ class DraftLength:
 
     def _observe(self, cycle: _Cycle, *, tokens: int, seconds: float) -> None:
         batch = len(cycle.lengths)
-        mode = self._mode(batch)
-        if cycle.speculates and mode.is_cold():
+        costs = self._costs_of(cycle)
+        if costs.is_odd(seconds=seconds, speculates=cycle.speculates):
             return
-        rate = mode.rates[cycle.speculates]
-        if rate.value > 0.0 and seconds * rate.value > _OUTLIER * tokens:
-            return
-        rate.add(tokens, seconds)
-        mode.verify.add(batch + cycle.num_proposed, seconds - cycle.draft_seconds)
+        costs.verify.add(batch + cycle.num_proposed, seconds - cycle.draft_seconds)
+        if cycle.speculates:
+            costs.rate.add(tokens, seconds)
         if cycle.steps:
-            mode.drafting.add(cycle.steps, cycle.draft_seconds)
-            mode.drafts.add(1.0, cycle.draft_seconds)
+            costs.drafting.add(cycle.steps, cycle.draft_seconds)
+            costs.drafts.add(1.0, cycle.draft_seconds)
+        # Repeats come with either way, and say nothing of drafts.
+        if cycle.steps if cycle.speculates else not cycle.num_proposed:
+            costs.compare(
+                tokens=tokens, batch=batch, seconds=seconds, speculates=cycle.speculates, is_probe=cycle.is_probe
+            )
 
-    def _mode(self, batch: int) -> _Mode:
+    def _costs_of(self, cycle: _Cycle) -> CycleCosts:
         # Sizes that differ by less than a factor of two cost about the same per request.
-        return self._modes.setdefault(max(batch, 1).bit_length(), _Mode())
+        return self._costs.setdefault((max(len(cycle.lengths), 1).bit_length(), cycle.samples), CycleCosts())

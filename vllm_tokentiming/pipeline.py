@@ -145,7 +145,12 @@ class Pipeline:
         if length is None:
             return self._propose(requests, allow_rows=allow_rows, speculates=True)
         now = time.perf_counter()
-        length.begin_cycle(now, {r.request_id: len(r.ids_in_target_vocab) for r in requests if r is not None})
+        known = [request for request in requests if request is not None]
+        length.begin_cycle(
+            now,
+            {request.request_id: len(request.ids_in_target_vocab) for request in known},
+            samples=any(request.temperature > 0 for request in known),
+        )
         proposals = self._propose(requests, allow_rows=allow_rows, speculates=length.speculates())
         length.end_cycle(time.perf_counter(), num_proposed=sum(map(len, proposals.ids_in_target_vocab)))
         return proposals

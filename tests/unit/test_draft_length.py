@@ -24,9 +24,9 @@ class Server:
         self.acceptance = {request: RequestAcceptance(alone=False) for request in self.lengths}
         self.drafted = []
 
-    def cycle(self, length, *, fixed=None):
+    def cycle(self, length, *, fixed=None, samples=False):
         """One cycle; ``fixed`` steps, or as many as ``length`` wants."""
-        length.begin_cycle(self.now, dict(self.lengths))
+        length.begin_cycle(self.now, dict(self.lengths), samples=samples)
         speculates = length.speculates() if fixed is None else fixed > 0
         rows = [DraftRow(acceptance=a, max_steps=fixed or MOST, sampled=True) for a in self.acceptance.values()]
         values = [[] for _ in rows]
@@ -153,6 +153,44 @@ def test_a_misjudged_draft_is_tried_again_soon():
     for _ in range(60):
         server.cycle(length)
     assert sum(steps > 0 for steps in server.drafted[-30:]) >= 20
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_machine_that_speeds_up_and_slows_down_does_not_change_the_choice(seed):
+    """Neighbours on a shared machine: everything takes up to twice as long, for some seconds."""
+
+    def share_with_drafts(server):
+        dice, length = random.Random(seed), DraftLength()
+        draft, verify, drafted = server.draft, server.verify, 0
+        for cycle in range(600):
+            if cycle % 23 == 0:
+                slow = 1.0 + dice.random()
+                server.draft, server.verify = slow * draft, slow * verify
+            server.cycle(length)
+            drafted += server.drafted[-1] > 0
+        return drafted / 600
+
+    assert share_with_drafts(good_draft()) > 0.97
+    hopeless = Server(draft=0.03, chance=lambda _: 0.02, confidence=lambda rng: rng.random())
+    assert share_with_drafts(hopeless) < 0.2
+
+
+@pytest.mark.parametrize("samples", [False, True])
+def test_a_good_request_after_poor_ones_is_drafted_for_at_once(samples):
+    """Whether the poor ones are of its kind or not."""
+    length = DraftLength()
+    kinds = {"good": good_draft(), "poor": Server(draft=0.05, chance=lambda _: 0.05, confidence=lambda _: 0.5)}
+    drafted = {name: [] for name in kinds}
+    for turn in range(24):
+        name = "poor" if turn % 2 else "good"
+        server = kinds[name]
+        server.lengths = {f"{name} {turn}": 10}
+        server.acceptance = {f"{name} {turn}": RequestAcceptance(alone=False)}
+        for _ in range(60):
+            server.cycle(length, samples=samples and name == "poor")
+        drafted[name].append(sum(steps > 0 for steps in server.drafted[-60:]) / 60)
+    assert min(drafted["good"][2:]) > 0.85
+    assert sum(drafted["poor"][6:]) / 6 < 0.4
 
 
 def test_a_pause_between_requests_teaches_nothing():

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.config import ParallelConfig
 
 
-class SoloGroup(GroupCoordinator):
+class SoloGroup(GroupCoordinator):  # type: ignore[misc]  # untyped in vLLM
     """A group of this rank alone, whose collectives do nothing.
 
     Not built as vLLM builds its groups, which every process of the world must take part in: under pipeline parallelism

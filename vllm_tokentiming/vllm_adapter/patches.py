@@ -183,7 +183,8 @@ def _mend_padding() -> None:
     @functools.wraps(stock)
     def rejection_sample(draft_token_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         # Token 0 is a proposal like any other. It has no row, so it is judged as a point mass, which is lossless.
-        return stock(draft_token_ids.clamp(min=0), *args, **kwargs)
+        judged: torch.Tensor = stock(draft_token_ids.clamp(min=0), *args, **kwargs)
+        return judged
 
     rejection_sample._tokentiming = True  # type: ignore[attr-defined]
     rejection_sampler.rejection_sample = rejection_sample

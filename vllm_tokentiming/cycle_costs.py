@@ -1,0 +1,166 @@
+"""What does a cycle cost and bring at one batch size, and does speculation pay there?
+
+Speculation as a whole is a choice between two ways to run, of which the loser is tried now and then. Machines speed up
+and slow down by more than the two ways differ, so times are only compared between neighbouring cycles: a cycle that
+tries the other way is held against those just before it. Tokens need no such care.
+
+Owns: :class:`CycleCosts` the estimates of one batch size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+_TIME_MEMORY: Final = 0.95
+_OLD_EVIDENCE: Final = 0.4
+_CONFIRMED: Final = 2
+"""Cycles without speculation that must say that it loses, before it is believed."""
+_RECENT_SHARE: Final = 0.25
+_OUTLIER: Final = 4.0
+"""A cycle that took so many times the usual waited for something else, such as a request to arrive."""
+_COLD_CYCLES: Final = 2
+"""Of speculation at a batch size: what they find uncompiled or unread makes them slow, and the rest should not pay."""
+_FIRST_PROBE: Final = 8
+_PROBE_EVERY: Final = 64
+_FIRST_SPECULATIVE_PROBE: Final = 16
+"""After speculation has lost: sooner, for it is the likelier one to have been misjudged on little evidence."""
+_LONGEST_PROBE_INTERVAL: Final = 512
+_SPECULATIVE_PROBE: Final = 4
+"""Cycles of speculation in a row that try it where it has lost; the first one has to read what the draft missed."""
+_AVERAGE_MEMORY: Final = 0.998
+_NEW_REQUEST_WEIGHT: Final = 4.0
+"""Cycles that a new request is taken for an average one."""
+
+
+@dataclass(slots=True)
+class Rate:
+    """So many things in so many seconds, over recent cycles."""
+
+    count: float = 0.0
+    seconds: float = 0.0
+    memory: float = _TIME_MEMORY
+
+    def add(self, count: float, seconds: float) -> None:
+        """Take note of one cycle."""
+        self.count = self.count * self.memory + count
+        self.seconds = self.seconds * self.memory + seconds
+
+    def fade(self, share: float) -> None:
+        """Let what was noted count for less."""
+        self.count *= share
+        self.seconds *= share
+
+    @property
+    def value(self) -> float:
+        """Things a second; 0 before anything was noted."""
+        return self.count / self.seconds if self.seconds > 0.0 else 0.0
+
+
+class VerifyTime:
+    """Seconds of a verify pass against the tokens in it: decayed least squares, slope ≥ 0."""
+
+    def __init__(self) -> None:
+        self._sums: tuple[float, ...] = (0.0,) * 5  # weight, n, v, n², n·v
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Take note of one pass."""
+        new = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
+        self._sums = tuple(old * _TIME_MEMORY + each for old, each in zip(self._sums, new, strict=True))
+
+    @property
+    def slope(self) -> float:
+        """Seconds of one more token."""
+        weight, n, v, nn, nv = self._sums
+        spread = weight * nn - n * n
+        # Without some spread in n, noise in v would make any slope.
+        return max(0.0, (weight * nv - n * v) / spread) if spread > 0.05 * nn * weight else 0.0
+
+
+class CycleCosts:
+    """Estimates of one batch size, and the choice that follows from them."""
+
+    def __init__(self) -> None:
+        self.rate = Rate()
+        """Tokens, of cycles with speculation."""
+        self.verify = VerifyTime()
+        self.drafting = Rate()
+        """Draft steps."""
+        self.drafts = Rate()
+        """Cycles that drafted, by the time that drafting took."""
+        self._gain = Rate()
+        """Tokens that speculation makes where a pass without makes one."""
+        self._average_gain = Rate(memory=_AVERAGE_MEMORY)
+        self._slowdown = Rate()
+        """Seconds of cycles with speculation, over those of neighbours without."""
+        self._recent: dict[bool, float] = {}
+        """Seconds of the last cycles of each way."""
+        self._pairs = 0
+        self._cold = _COLD_CYCLES
+        self._until_probe = _FIRST_PROBE
+        self._interval = _PROBE_EVERY
+        self._probing = 0
+        self._was_better = True
+
+    def better(self) -> bool:
+        """Whether speculation is faster, as far as is known; it is the first guess."""
+        return self._slowdown.seconds == 0.0 or self._gain.value >= self._slowdown.value
+
+    def greet(self, batch: int) -> None:
+        """Another request came. Until it shows what it is like, it is an average one, which may change the choice."""
+        if self._average_gain.seconds:
+            weight = _NEW_REQUEST_WEIGHT * batch
+            self._gain = Rate(count=self._average_gain.value * weight, seconds=weight)
+        if not self._was_better:
+            # The surer the choice is, the less one request counts.
+            self._until_probe = min(self._until_probe, self._interval // 8)
+
+    def choose(self) -> tuple[bool, bool]:
+        """Whether this cycle speculates, and whether that is to try it only."""
+        better = self.better()
+        if self._probing:
+            self._probing -= 1
+            return True, True
+        if not better and self._pairs < _CONFIRMED:
+            return False, True
+        if better != self._was_better:
+            interval = _PROBE_EVERY if better else _FIRST_SPECULATIVE_PROBE
+            self._was_better, self._interval, self._until_probe = better, interval, interval
+        self._until_probe -= 1
+        if self._until_probe > 0:
+            return better, False
+        # The longer one way has won, the more rarely the other is tried.
+        self._until_probe = self._interval
+        self._interval = min(2 * self._interval, _LONGEST_PROBE_INTERVAL)
+        # What it was like long ago counts for less.
+        self._slowdown.fade(_OLD_EVIDENCE)
+        if better:
+            self._pairs = 0
+        else:
+            self._gain.fade(_OLD_EVIDENCE)
+            self._probing = _SPECULATIVE_PROBE - 1
+        return not better, True
+
+    def is_odd(self, *, seconds: float, speculates: bool) -> bool:
+        """Whether a cycle's time tells nothing: one of the first, or one that waited for something else."""
+        if speculates and self._cold > 0:
+            self._cold -= 1
+            return True
+        usual = self._recent.get(speculates)
+        if usual is None or seconds <= _OUTLIER * usual:
+            return False
+        # Once; if it goes on like this, it is the usual.
+        del self._recent[speculates]
+        return True
+
+    def compare(self, *, tokens: int, batch: int, seconds: float, speculates: bool, is_probe: bool) -> None:
+        """Take note of what a cycle made in its time."""
+        if speculates:
+            self._gain.add(tokens, batch)
+            self._average_gain.add(tokens, batch)
+        other = self._recent.get(not speculates)
+        if is_probe and other is not None:
+            self._pairs += 1
+            self._slowdown.add(*((seconds, other) if speculates else (other, seconds)))
+        usual = self._recent.get(speculates, seconds)
+        self._recent[speculates] = usual + _RECENT_SHARE * (seconds - usual)
