@@ -45,10 +45,13 @@ def _wrap_engine_args() -> None:
     def create_speculative_config(self: Any, target_model_config: Any, *args: Any, **kwargs: Any) -> Any:
         speculative = _with_flags(self)
         if speculative is not None and _is_ours(speculative):
-            from vllm_tokentiming.vllm_adapter.compat import require_supported_vllm
+            from vllm.platforms import current_platform
+
+            from vllm_tokentiming.vllm_adapter.compat import check_layout, require_supported_vllm
             from vllm_tokentiming.vllm_adapter.draft_check import check_draft
 
             require_supported_vllm()
+            check_layout(pipeline_parallel_size=self.pipeline_parallel_size, device_type=current_platform.device_type)
             self.speculative_config, options = rewrite(speculative, (self.additional_config or {}).get(OPTIONS_KEY))
             self.spec_method = self.spec_model = self.spec_tokens = None
             self.additional_config = {**(self.additional_config or {}), OPTIONS_KEY: options.to_mapping()}

