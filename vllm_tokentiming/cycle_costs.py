@@ -16,6 +16,8 @@ _TIME_MEMORY: Final = 0.95
 _OLD_EVIDENCE: Final = 0.4
 _CONFIRMED: Final = 2
 """Cycles without speculation that must say that it loses, before it is believed."""
+_MOST_CONFIRMING: Final = 8
+"""Such cycles in a row, at most: where requests come and go in each of them, none tells anything."""
 _RECENT_SHARE: Final = 0.25
 _OUTLIER: Final = 4.0
 """A cycle that took so many times the usual waited for something else, such as a request to arrive."""
@@ -95,7 +97,7 @@ class CycleCosts:
         """Seconds of cycles with speculation, over those of neighbours without."""
         self._recent: dict[bool, float] = {}
         """Seconds of the last cycles of each way."""
-        self._pairs = 0
+        self._pairs = self._confirming = 0
         self._cold = _COLD_CYCLES
         self._until_probe = _FIRST_PROBE
         self._interval = _PROBE_EVERY
@@ -121,7 +123,8 @@ class CycleCosts:
         if self._probing:
             self._probing -= 1
             return True, True
-        if not better and self._pairs < _CONFIRMED:
+        if not better and self._pairs < _CONFIRMED and self._confirming < _MOST_CONFIRMING:
+            self._confirming += 1
             return False, True
         if better != self._was_better:
             interval = _PROBE_EVERY if better else _FIRST_SPECULATIVE_PROBE
@@ -135,7 +138,7 @@ class CycleCosts:
         # What it was like long ago counts for less.
         self._slowdown.fade(_OLD_EVIDENCE)
         if better:
-            self._pairs = 0
+            self._pairs = self._confirming = 0
         else:
             self._gain.fade(_OLD_EVIDENCE)
             self._probing = _SPECULATIVE_PROBE - 1
