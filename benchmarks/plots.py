@@ -28,7 +28,7 @@ def end_to_end(document: dict[str, Any], axes: Axes) -> None:
     for place, (temperature, system) in enumerate(series):
         by_task = ratios[temperature, system]
         means = [statistics.geometric_mean(by_task[task]) for task in tasks]
-        quartiles = [statistics.quantiles(by_task[task], n=4) if len(by_task[task]) > 1 else [m] * 3
+        quartiles = [statistics.quantiles(by_task[task], n=4, method="inclusive") if len(by_task[task]) > 1 else [m] * 3
                      for task, m in zip(tasks, means, strict=True)]  # fmt: skip
         errors = [
             [max(0.0, mean - low) for mean, (low, _, _) in zip(means, quartiles, strict=True)],
