@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 METHOD: Final = "tokentiming"
 PROPOSER: Final = "vllm_tokentiming.TokenTimingProposer"
+SCHEDULER: Final = "vllm_tokentiming.vllm_adapter.scheduler.UnpaddedScheduler"
 PROPOSER_NAMES: Final = (PROPOSER, "vllm_tokentiming.proposer.TokenTimingProposer")
 
 
@@ -56,6 +57,8 @@ def _wrap_engine_args() -> None:
             self.spec_method = self.spec_model = self.spec_tokens = None
             self.additional_config = {**(self.additional_config or {}), OPTIONS_KEY: options.to_mapping()}
             check_draft(target_model_config, options)
+            # A user's own stays.
+            self.scheduler_cls = self.scheduler_cls or SCHEDULER
         return stock(self, target_model_config, *args, **kwargs)
 
     create_speculative_config._tokentiming = True  # type: ignore[attr-defined]

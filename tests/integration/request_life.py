@@ -122,6 +122,26 @@ def cached_prompts(llm: Any) -> Any:
     }
 
 
+def one_token_beside_others(llm: Any) -> Any:
+    """A seeded prompt of one token that comes alone, and that comes while others run."""
+    engine = llm.llm_engine
+    seeded = SamplingParams(temperature=1.0, seed=21, max_tokens=12, ignore_eos=True)
+
+    def answer_of(others: int) -> list[int]:
+        for number in range(others):
+            engine.add_request(f"other-{number}", PROMPTS[number], _greedy())
+            engine.step()
+        engine.add_request("one token", {"prompt_token_ids": [300]}, seeded)
+        found: list[int] = []
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.request_id == "one token" and output.finished:
+                    found = list(output.outputs[0].token_ids)
+        return found
+
+    return [answer_of(others) for others in (0, 1, 3, 0)]
+
+
 def _long_prompts() -> list[list[int]]:
     dice = random.Random(13)
     return [[dice.randrange(300, 4000) for _ in range(n)] for n in (180, 5, 130, 64, 65, 3, 150)]

@@ -51,6 +51,13 @@ def test_prompts_that_the_prefix_cache_holds_whole(answer, job):
     assert found["sampled in range"]
 
 
+@pytest.mark.parametrize("job", SPECULATIVE)
+def test_a_seeded_prompt_of_one_token_does_not_care_who_is_running(answer, job):
+    alone, *others = answer(job, "one_token_beside_others")["value"]
+    assert len(alone) == 12
+    assert others == [alone] * 3
+
+
 @pytest.mark.parametrize("job", ["chunked", "short draft"])
 def test_prompts_read_in_parts_and_beyond_the_drafts_context(answer, job):
     found = answer(job, "long_prompts")

@@ -128,6 +128,15 @@ def test_the_runner_still_has_what_is_read_and_set():
         assert f"self.{name}" in batch, name
 
 
+def test_a_schedule_of_speculative_tokens_still_keeps_steps_unpadded():
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    source = inspect.getsource(Scheduler.schedule)
+    condition = source.partition("padded_num_tokens = ")[0].rpartition("if (")[2]
+    assert "self.dynamic_sd_lookup is None" in condition
+    assert "self.dynamic_sd_lookup[" in source
+
+
 def test_the_groups_that_a_draft_is_kept_out_of_are_where_they_were():
     from vllm.distributed import parallel_state
 
