@@ -25,6 +25,7 @@ from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.engine_worker import difference, model_runner, prompt_ids, speculation_counters
 from benchmarks.prompts import FIVE_TASKS, load_prompts
 from benchmarks.provenance import provenance, without_folders
 
@@ -147,10 +148,6 @@ class ExpectedAcceptance:
         )  # fmt: skip
 
 
-def _model_runner(llm: Any) -> Any:
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-
-
 def use_configuration(llm: Any, draft: str, configuration: dict[str, Any]) -> None:
     """Exchange the proposal mode of the running proposer."""
     from vllm_tokentiming import TokenTimingConfig
@@ -158,7 +155,7 @@ def use_configuration(llm: Any, draft: str, configuration: dict[str, Any]) -> No
     from vllm_tokentiming.proposal_modes import ProposalMode
     from vllm_tokentiming.repeats import RepeatAcceptance
 
-    pipeline = _model_runner(llm).drafter._pipeline
+    pipeline = model_runner(llm).drafter._pipeline
     # Modes are compared at the same number of draft steps, unless a configuration says otherwise.
     options = TokenTimingConfig.from_mapping(
         {"draft_model": draft, "adaptive_length": False, "repeats": False, **configuration}
@@ -180,8 +177,6 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Counts by task."""
     from vllm import SamplingParams
-
-    from benchmarks.engine_worker import difference, prompt_ids, speculation_counters
 
     use_configuration(llm, arguments.draft, configuration)
     tokenizer = llm.get_tokenizer()
@@ -241,7 +236,7 @@ def main() -> None:
     arguments = parse_arguments()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     llm = build(arguments)
-    batch = _model_runner(llm).input_batch
+    batch = model_runner(llm).input_batch
     expected = ExpectedAcceptance(lambda: batch.req_ids)
     document: dict[str, Any] = {
         "format": FORMAT,

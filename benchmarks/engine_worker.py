@@ -20,6 +20,11 @@ COUNTERS = {
 }
 
 
+def model_runner(llm: Any) -> Any:
+    """The runner of an engine in this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``)."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
 def speculation_counters(llm: Any) -> dict[str, Any]:
     """VLLM's own speculative counters, summed up to now."""
     values: dict[str, Any] = {}

@@ -17,6 +17,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engine_worker import model_runner, prompt_ids
 from benchmarks.prompts import FIVE_TASKS, load_prompts
 from benchmarks.provenance import provenance, without_folders
 
@@ -52,8 +53,7 @@ class StepClock:
 
     def __init__(self, llm: Any) -> None:
         self._engine = llm.llm_engine
-        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-        self._runner = worker.model_runner
+        self._runner = model_runner(llm)
         self._metrics = self._runner.drafter._metrics
         self._spent: Counter[str] = Counter()
         for name in ("execute_model", "sample_tokens", "propose_draft_token_ids"):
@@ -112,8 +112,6 @@ def main() -> None:
     arguments = parse_arguments()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
-
-    from benchmarks.engine_worker import prompt_ids
 
     llm = LLM(
         model=arguments.target,

@@ -37,7 +37,7 @@ _NEW_REQUEST_WEIGHT: Final = 4.0
 
 @dataclass(slots=True)
 class Rate:
-    """So many things in so many seconds, over recent cycles."""
+    """So many things in so many seconds, or for so many of whatever stands in their place, over recent cycles."""
 
     count: float = 0.0
     seconds: float = 0.0

@@ -15,6 +15,7 @@ Owns: :class:`DraftLength` the server's estimates, :class:`RequestAcceptance` on
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -179,7 +180,7 @@ class DraftLength:
         self._timed = timed
         self._acceptance = {True: _Acceptance(), False: _Acceptance()}
         self._prior = _Acceptance()
-        self._costs: dict[tuple[int, bool], CycleCosts] = {}
+        self._costs: defaultdict[tuple[int, bool], CycleCosts] = defaultdict(CycleCosts)
         self._cycle = _Cycle(began=0.0, lengths={})
         self._pace: Pace | None = None
         self._drafted = Rate()
@@ -295,4 +296,4 @@ class DraftLength:
 
     def _costs_of(self, cycle: _Cycle) -> CycleCosts:
         # Sizes that differ by less than a factor of two cost about the same per request.
-        return self._costs.setdefault((max(len(cycle.lengths), 1).bit_length(), cycle.samples), CycleCosts())
+        return self._costs[max(len(cycle.lengths), 1).bit_length(), cycle.samples]

@@ -16,8 +16,16 @@ from vllm_tokentiming.tiny_pair import tiny_pair
 
 COMMON = ("greedy", "mixed", "odd_prompts", "near_the_end")
 BREAKS = ("break_draft", "break_forward", "break_logits", "break_context", "break_proposal")
-LIFE = ("stop_strings", "stop_tokens", "lengths", "own_ends", "several_samples", "arrivals", "cached_prompts")
-ALONE = ("one_token_beside_others",)
+LIFE = (
+    "stop_strings",
+    "stop_tokens",
+    "lengths",
+    "own_ends",
+    "several_samples",
+    "arrivals",
+    "cached_prompts",
+    "one_token_beside_others",
+)
 FEATURES = ("constraints", "not_with_speculation", "logprobs", "seeds")
 CHUNKED = {"max_num_batched_tokens": 48}
 SMALL_CACHE = {"num_gpu_blocks_override": 6}
@@ -71,12 +79,11 @@ def jobs() -> list[dict[str, Any]]:
             "structured",
             "abort_and_reuse",
             *LIFE,
-            *ALONE,
             *FEATURES,
             *BREAKS,
             "greedy",
         ),
-        job("adaptive", speculative(adaptive_length=True, repeats=True), *COMMON, *LIFE, *ALONE, *FEATURES, "greedy"),
+        job("adaptive", speculative(adaptive_length=True, repeats=True), *COMMON, *LIFE, *FEATURES, "greedy"),
         job("chunked", {**speculative(), **CHUNKED}, "long_prompts", "seeded_long_prompts"),
         job("short draft", speculative(draft_max_model_len=64), "long_prompts", "seeded_long_prompts", "near_the_end"),
         job("repeats", {**speculative(repeats=True), **COMPACT}, *COMMON, "structured", "abort_and_reuse"),

@@ -127,31 +127,25 @@ def good_draft():
     return Server(draft=0.01, chance=lambda c: c, confidence=lambda rng: 0.5 + rng.random() / 2)
 
 
+def good_draft_after(slow_cycles, *, verify, cycles):
+    """A good draft's server, whose first passes are slow."""
+    server, length = good_draft(), DraftLength()
+    usual, server.verify = server.verify, verify
+    for _ in range(slow_cycles):
+        server.cycle(length)
+    server.verify = usual
+    for _ in range(cycles):
+        server.cycle(length)
+    return server
+
+
 def test_a_slow_start_is_not_held_against_a_good_draft():
-    server, length = (
-        Server(draft=0.01, chance=lambda c: c, confidence=lambda rng: 0.5 + rng.random() / 2),
-        DraftLength(),
-    )
-    server.verify = 3.0
-    for _ in range(2):
-        server.cycle(length)
-    server.verify = 0.15
-    for _ in range(40):
-        server.cycle(length)
+    server = good_draft_after(2, verify=3.0, cycles=40)
     assert sum(steps > 0 for steps in server.drafted) >= 40
 
 
 def test_a_misjudged_draft_is_tried_again_soon():
-    server, length = (
-        Server(draft=0.01, chance=lambda c: c, confidence=lambda rng: 0.5 + rng.random() / 2),
-        DraftLength(),
-    )
-    server.verify = 1.5
-    for _ in range(7):
-        server.cycle(length)
-    server.verify = 0.15
-    for _ in range(60):
-        server.cycle(length)
+    server = good_draft_after(7, verify=1.5, cycles=60)
     assert sum(steps > 0 for steps in server.drafted[-30:]) >= 20
 
 

@@ -1,7 +1,7 @@
 """Faults of stock vLLM that stand in our way, each mended behind a probe that shows the fault.
 
 A patch is applied only where its probe finds the fault, so a vLLM that mends it needs no change here. All concern CPU
-without triton-cpu, and every speculative method, not only ours (vLLM 0.32, unchanged in 0.33's source).
+without triton-cpu, and every speculative method, not only ours (vLLM 0.32; the first three unchanged in 0.33's source).
 """
 
 from __future__ import annotations
