@@ -1,4 +1,7 @@
-"""Tables from one result file: ``python -m benchmarks.compare FILE.json`` [--baseline NAME]."""
+"""Tables from result files: ``python -m benchmarks.compare FILE.json [PART2.json ...] [--baseline NAME]``.
+
+Several files are the parts of one run (``benchmarks.run --skip``).
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,32 @@ import argparse
 import json
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.systems import BASELINE
+
+
+def merge(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One document with the records of all parts of a run.
+
+    Raises:
+        ValueError: parts that ran other systems or other settings.
+    """
+
+    def setting(document: dict[str, Any]) -> dict[str, Any]:
+        settings = {k: v for k, v in document["settings"].items() if k not in ("output", "skip")}
+        return {"systems": [system["name"] for system in document["systems"]], **settings}
+
+    first, *others = documents
+    for other in others:
+        differing = [k for k in setting(first) if setting(first)[k] != setting(other).get(k)]
+        if differing:
+            raise ValueError(
+                f"these are no parts of one run, they differ in {', '.join(differing)}; compare them one by one"
+            )
+    return {**first, "records": [record for document in documents for record in document["records"]]}
 
 
 def speed_ups(document: dict[str, Any], *, baseline: str) -> dict[tuple[float, str], dict[str, list[float]]]:
@@ -103,11 +128,12 @@ def _print_tables(document: dict[str, Any], *, baseline: str) -> None:
 
 def main() -> None:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--baseline", default=BASELINE)
     arguments = parser.parse_args()
-    print_tables(json.loads(arguments.file.read_text(encoding="utf-8")), baseline=arguments.baseline)
+    documents = [json.loads(file.read_text(encoding="utf-8")) for file in arguments.files]
+    print_tables(merge(documents), baseline=arguments.baseline)
 
 
 if __name__ == "__main__":

@@ -29,13 +29,14 @@ class Prompt:
     text: str
 
 
-def load_prompts(path: Path, *, tasks: Sequence[str], per_task: int) -> list[Prompt]:
+def load_prompts(path: Path, *, tasks: Sequence[str], per_task: int, skip: int = 0) -> list[Prompt]:
     """Read ``per_task`` questions of each task, evenly spread over the file.
 
     Args:
         path: Spec-Bench's ``question.jsonl``.
         tasks: names out of :data:`TASKS`.
         per_task: questions of each.
+        skip: how many of these to leave out at the front, for a run in several parts.
 
     Raises:
         ValueError: an unknown task, or fewer questions than asked for.
@@ -50,5 +51,5 @@ def load_prompts(path: Path, *, tasks: Sequence[str], per_task: int) -> list[Pro
             raise ValueError(f"{path} has {len(of_task)} questions of {task}, {per_task} are asked for")
         step = len(of_task) / per_task
         chosen = [of_task[int(i * step)] for i in range(per_task)]
-        prompts += [Prompt(task=task, question_id=q["question_id"], text=q["turns"][0]) for q in chosen]
+        prompts += [Prompt(task=task, question_id=q["question_id"], text=q["turns"][0]) for q in chosen[skip:]]
     return prompts

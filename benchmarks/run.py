@@ -49,10 +49,19 @@ class Engine:
         )
         self.start_seconds = float(self._answer()["start_seconds"])
 
+    @property
+    def pid(self) -> int:
+        """Of the process whose children run the models."""
+        return self._process.pid
+
     def measure(self, texts: Sequence[str], sampling: dict[str, Any]) -> dict[str, Any]:
         """Generate for one batch."""
+        return self.ask({"chat": list(texts), "sampling": sampling})
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Have one request of the worker's protocol answered."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"chat": list(texts), "sampling": sampling}) + "\n")
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return self._answer()
 
@@ -84,6 +93,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--systems", nargs="+", default=["none", "ours"], help="see benchmarks/systems.py")
     parser.add_argument("--tasks", nargs="+", default=list(FIVE_TASKS))
     parser.add_argument("--per-task", type=int, default=12)
+    parser.add_argument(
+        "--skip", type=int, default=0, help="of these prompts the first of each task that another run had"
+    )
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
     parser.add_argument(
@@ -116,7 +128,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         parse_system(text, draft=arguments.draft, num_speculative_tokens=arguments.num_speculative_tokens)
         for text in arguments.systems
     ]
-    prompts = load_prompts(arguments.prompts, tasks=arguments.tasks, per_task=arguments.per_task)
+    prompts = load_prompts(arguments.prompts, tasks=arguments.tasks, per_task=arguments.per_task, skip=arguments.skip)
     shared = {
         "model": arguments.target,
         "dtype": arguments.dtype,

@@ -1,29 +1,29 @@
-"""What one call of the alignment costs, beside the same dynamic program in plain Python.
+"""What one call of the alignment costs, beside the same dynamic program in plain Python, in libraries and as published.
 
-    python -m benchmarks.micro.alignment [--json FILE] [--seconds 1.0]
+    python -m benchmarks.micro.alignment [--json FILE] [--seconds 1.0] [--authors candidate_generator.py]
 
 The texts are made up: English words cut at random into draft tokens and, on their own, into proxy tokens, k of each, so
 that tokens are as long as real ones and the two sides spell the same beginning. Times are per call, whole batch, Python
 overhead included, arrays ready; CPU time of the calling thread, so that waiting for other processes does not count. The
 plain version is how research code writes it: strings, nested lists, a float infinity outside the band, one request at a
-time. It returns the same costs, which is checked first.
+time. The others are ``benchmarks.micro.alignment_peers``. That all find paths of the same cost is checked first.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.micro.alignment_peers import dynamic_program, peers
 from benchmarks.provenance import provenance
 from vllm_tokentiming.alignment import Aligner, warm_up
 
@@ -48,26 +48,8 @@ def plain_levenshtein(left: str, right: str) -> int:
     return previous[-1]
 
 
-def plain_dtw(draft: list[str], proxy: list[str], window_radius: int) -> tuple[list[tuple[int, int]], float]:
-    k, m = len(draft), len(proxy)
-    window = max(window_radius, abs(k - m))
-    cost = [[math.inf] * (m + 1) for _ in range(k + 1)]
-    cost[0][0] = 0
-    for i in range(1, k + 1):
-        for j in range(max(1, i - window), min(m, i + window) + 1):
-            local = plain_levenshtein(draft[i - 1], proxy[j - 1])
-            cost[i][j] = local + min(cost[i - 1][j - 1], cost[i - 1][j], cost[i][j - 1])
-    path, i, j = [], k, m
-    while i > 0 and j > 0:
-        path.append((i - 1, j - 1))
-        best = min(cost[i - 1][j - 1], cost[i - 1][j], cost[i][j - 1])
-        if best == cost[i - 1][j - 1]:
-            i, j = i - 1, j - 1
-        elif best == cost[i - 1][j]:
-            i -= 1
-        else:
-            j -= 1
-    return path[::-1], cost[k][m]
+def plain_dtw(draft: list[str], proxy: list[str]) -> list[tuple[int, int]]:
+    return dynamic_program(plain_levenshtein, draft, proxy, WINDOW_RADIUS)[0]
 
 
 def cut(text: str, generator: random.Random, count: int) -> list[str]:
@@ -108,60 +90,60 @@ def measure(call: Callable[[], object], seconds: float) -> dict[str, float]:
     }
 
 
-def run(seconds: float) -> list[dict[str, Any]]:
+def run(seconds: float, *, authors: Path | None) -> list[dict[str, Any]]:
+    others = {"plain Python": plain_dtw, **dict(peers(window_radius=WINDOW_RADIUS, authors=authors))}
     results = []
     for length in LENGTHS:
         for batch in BATCHES:
             generator = random.Random(length * 1000 + batch)
             texts = [" ".join(generator.choices(WORDS, k=2 * length)) for _ in range(batch)]
-            drafts = [cut(text, generator, length) for text in texts]
-            proxies = [cut(text, generator, length) for text in texts]
-            draft_words = sorted({token for tokens in drafts for token in tokens})
-            target_words = sorted({token for tokens in proxies for token in tokens})
-            aligner = Aligner(*table(draft_words), *table(target_words), window_radius=WINDOW_RADIUS)
-            offsets = np.arange(0, batch * length + 1, length, dtype=np.int32)
-            draft_ids = np.array([draft_words.index(t) for tokens in drafts for t in tokens], dtype=np.int32)
-            proxy_ids = np.array([target_words.index(t) for tokens in proxies for t in tokens], dtype=np.int32)
-
-            def compiled_call(aligner=aligner, draft_ids=draft_ids, proxy_ids=proxy_ids, offsets=offsets):
-                return aligner.align(draft_ids, offsets, proxy_ids, offsets)
-
-            def plain_call(drafts=drafts, proxies=proxies):
-                return [plain_dtw(draft, proxy, WINDOW_RADIUS) for draft, proxy in zip(drafts, proxies, strict=True)]
-
-            plain_costs = [cost for _, cost in plain_call()]
-            if compiled_call().cost.tolist() != plain_costs:
-                sys.exit(f"the two implementations disagree at k = m = {length}, batch {batch}")
-            compiled, plain = measure(compiled_call, seconds), measure(plain_call, seconds)
-            results.append(
-                {
-                    "tokens_per_side": length,
-                    "batch": batch,
-                    "compiled": compiled,
-                    "plain_python": plain,
-                    "speed_up": round(plain["median_us"] / compiled["median_us"], 1),
-                }
-            )
+            pairs = [(cut(text, generator, length), cut(text, generator, length)) for text in texts]
+            compiled_call = compiled(pairs)
+            costs = compiled_call().cost.tolist()
+            row: dict[str, Any] = {"tokens_per_side": length, "batch": batch}
+            row["compiled"] = measure(compiled_call, seconds)
+            for name, align in others.items():
+                paths = [align(*pair) for pair in pairs]
+                if [path_cost(path, *pair) for path, pair in zip(paths, pairs, strict=True)] != costs:
+                    sys.exit(f"{name} finds other costs at k = m = {length}, batch {batch}")
+                row[name] = measure(lambda align=align, pairs=pairs: [align(*pair) for pair in pairs], seconds)
+            results.append(row)
     return results
+
+
+def compiled(pairs: Sequence[tuple[list[str], list[str]]]) -> Callable[[], Any]:
+    """A call that aligns all pairs of this batch, arrays ready."""
+    draft_words = sorted({token for draft, _ in pairs for token in draft})
+    target_words = sorted({token for _, proxy in pairs for token in proxy})
+    aligner = Aligner(*table(draft_words), *table(target_words), window_radius=WINDOW_RADIUS)
+    draft_offsets = np.cumsum([0, *(len(draft) for draft, _ in pairs)]).astype(np.int32)
+    proxy_offsets = np.cumsum([0, *(len(proxy) for _, proxy in pairs)]).astype(np.int32)
+    draft_ids = np.array([draft_words.index(token) for draft, _ in pairs for token in draft], dtype=np.int32)
+    proxy_ids = np.array([target_words.index(token) for _, proxy in pairs for token in proxy], dtype=np.int32)
+    return lambda: aligner.align(draft_ids, draft_offsets, proxy_ids, proxy_offsets)
+
+
+def path_cost(path: Sequence[tuple[int, int]], draft: list[str], proxy: list[str]) -> float:
+    """Sum of the edit distances along a path."""
+    return float(sum(plain_levenshtein(draft[i], proxy[j]) for i, j in path))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write results and provenance to this file")
     parser.add_argument("--seconds", type=float, default=1.0, help="time for each measurement")
+    parser.add_argument("--authors", type=Path, help="candidate_generator.py of the paper's code, to run its DTW too")
     arguments = parser.parse_args()
     began = time.perf_counter()
     warm_up()
     start_up = time.perf_counter() - began
-    results = run(arguments.seconds)
-    print(f"kernel ready after {start_up:.2f} s; µs of CPU time per call, window radius {WINDOW_RADIUS}")
-    print(f"{'k = m':>6} {'batch':>6} {'median':>9} {'p90':>9} {'plain median':>13} {'plain p90':>11} {'ratio':>7}")
+    results = run(arguments.seconds, authors=arguments.authors)
+    names = [name for name in results[0] if isinstance(results[0][name], dict)]
+    print(f"kernel ready after {start_up:.2f} s; median µs of CPU time per call, window radius {WINDOW_RADIUS}\n")
+    print("| k = m | batch | " + " | ".join(names) + " |\n" + "|---" * (2 + len(names)) + "|")
     for row in results:
-        compiled, plain = row["compiled"], row["plain_python"]
-        print(
-            f"{row['tokens_per_side']:6d} {row['batch']:6d} {compiled['median_us']:9.1f} {compiled['p90_us']:9.1f} "
-            f"{plain['median_us']:13.1f} {plain['p90_us']:11.1f} {row['speed_up']:7.1f}"
-        )
+        medians = " | ".join(f"{row[name]['median_us']:.1f}" for name in names)
+        print(f"| {row['tokens_per_side']} | {row['batch']} | {medians} |")
     if arguments.json:
         report = {
             "benchmark": "micro.alignment",

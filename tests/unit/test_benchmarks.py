@@ -6,7 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.compare import acceptance, outputs_equal, print_tables, speed_ups
+from benchmarks.compare import acceptance, merge, outputs_equal, print_tables, speed_ups
+from benchmarks.first_token import ADDED, cut_prompts
+from benchmarks.micro.alignment import WINDOW_RADIUS, compiled, path_cost, plain_dtw
+from benchmarks.micro.alignment_peers import peers
 from benchmarks.prompts import Prompt
 from benchmarks.run import batches
 from benchmarks.time_shares import PARTS, shares
@@ -96,6 +99,71 @@ def test_tasks_take_turns_so_that_a_run_cut_short_has_seen_all():
 def test_time_shares_add_up():
     one = {"temperature": 0.0, "cycles": 2, "tokens": 5, **dict.fromkeys(PARTS, 0.5)}
     assert shares({"records": [one, one]})[0.0] == {"cycles": 4, "tokens": 10, **dict.fromkeys(PARTS, 1.0)}
+
+
+def part(*records, **settings):
+    return {"systems": [{"name": "none"}], "settings": {"per_task": 12, **settings}, "records": list(records)}
+
+
+def test_parts_of_a_run_make_one_document():
+    one, two = (record("none", 0.0, question=n, seconds=1.0) for n in (1, 2))
+    merged = merge([part(one, skip=0, output="a.json"), part(two, skip=6, output="b.json")])
+    assert merged["records"] == [one, two]
+
+
+def test_parts_with_other_settings_are_refused():
+    with pytest.raises(ValueError, match="differ in max_tokens"):
+        merge([part(max_tokens=64), part(max_tokens=128)])
+
+
+def test_prompts_of_a_length_do_not_overlap_and_take_turns():
+    pieces = cut_prompts(range(1000), [10, 20], repeats=3)
+    assert [length for length, _ in pieces] == [10, 20] * 3
+    assert all(len(ids) == length + ADDED for length, ids in pieces)
+    tokens = [token for _, ids in pieces for token in ids]
+    assert len(set(tokens)) == len(tokens)
+
+
+def test_prompts_longer_than_the_text_are_refused():
+    with pytest.raises(ValueError, match="100 tokens, which is too few"):
+        cut_prompts(range(100), [50], repeats=2)
+
+
+AUTHORS = """
+class Generator:
+    def token_distance(self, a: str, b: str) -> float:
+        return editdistance.eval(a.replace(self.blending_special_token, ""), b.replace(self.base_special_token, ""))
+
+    def dtw(self, series_1: List[str], series_2: List[str], window: int = None) -> Tuple:
+        window = window or self._dtw_window
+        return [(i, i) for i in range(len(series_1))], [], []
+"""
+
+
+def test_peers_find_paths_of_the_same_cost(tmp_path):
+    for package in ("editdistance", "rapidfuzz", "dtw"):
+        pytest.importorskip(package, reason="only the extra 'peers' installs what the alignment is compared with")
+    pair = ([" New", " York", " is", " big"], [" New York", " is", " b", "ig", "."])
+    expected = compiled([pair])().cost.tolist()[0]
+    assert path_cost(plain_dtw(*pair), *pair) == expected
+    found = dict(peers(window_radius=WINDOW_RADIUS, authors=None))
+    assert set(found) == {"plain Python + editdistance", "rapidfuzz + dtw-python"}
+    assert {name: path_cost(align(*pair), *pair) for name, align in found.items()} == dict.fromkeys(found, expected)
+
+
+def test_the_two_methods_of_the_authors_are_run_alone(tmp_path):
+    pytest.importorskip("editdistance", reason="only the extra 'peers' installs what the alignment is compared with")
+    file = tmp_path / "candidate_generator.py"
+    file.write_text("import transformers_of_another_time\n" + AUTHORS, encoding="utf-8")
+    align = dict(peers(window_radius=WINDOW_RADIUS, authors=file))["authors' DTW"]
+    assert align(["a", "b"], ["a", "b"]) == [(0, 0), (1, 1)]
+
+
+def test_a_file_of_the_authors_without_these_methods_is_refused(tmp_path):
+    pytest.importorskip("editdistance", reason="only the extra 'peers' installs what the alignment is compared with")
+    (tmp_path / "other.py").write_text("pass\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="no methods dtw and token_distance"):
+        dict(peers(window_radius=WINDOW_RADIUS, authors=tmp_path / "other.py"))
 
 
 @pytest.mark.parametrize("kind", ["end_to_end", "time_shares"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -196,3 +197,10 @@ def test_docker_context_has_what_the_dockerfiles_copy() -> None:
                 for source in line.split()[1:-1]:
                     assert (ROOT / source).exists()
                     assert f"!{source}" in listed
+
+
+def test_every_direct_dependency_is_in_the_licence_list():
+    listed = (ROOT / "docs" / "third-party-licences.md").read_text(encoding="utf-8")
+    names = {name.strip() for row in re.findall(r"^\| (.+?) \|", listed, re.MULTILINE) for name in row.split(",")}
+    required = [*PROJECT["dependencies"], *itertools.chain(*PROJECT["optional-dependencies"].values())]
+    assert {re.match(r"[\w.-]+", requirement).group() for requirement in required} <= names
