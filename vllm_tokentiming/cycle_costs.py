@@ -2,7 +2,8 @@
 
 Speculation as a whole is a choice between two ways to run, of which the loser is tried now and then. Machines speed up
 and slow down by more than the two ways differ, so times are only compared between neighbouring cycles: a cycle that
-tries the other way is held against those just before it. Tokens need no such care.
+tries the other way is held against those just before it. Tokens need no such care. What trying costs is bounded: the
+more speculation loses, the more rarely it is tried.
 
 Owns: :class:`CycleCosts` the estimates of one batch size.
 """
@@ -24,12 +25,18 @@ _OUTLIER: Final = 4.0
 _COLD_CYCLES: Final = 2
 """Of speculation at a batch size: what they find uncompiled or unread makes them slow, and the rest should not pay."""
 _FIRST_PROBE: Final = 8
+_FIRST_EVIDENCE: Final = 6.0
+"""Cycles of a request after which the first probe is due: many requests show sooner what speculation brings."""
 _PROBE_EVERY: Final = 64
 _FIRST_SPECULATIVE_PROBE: Final = 16
 """After speculation has lost: sooner, for it is the likelier one to have been misjudged on little evidence."""
 _LONGEST_PROBE_INTERVAL: Final = 512
 _SPECULATIVE_PROBE: Final = 4
 """Cycles of speculation in a row that try it where it has lost; the first one has to read what the draft missed."""
+_PROBE_LOSS: Final = 0.01
+"""Share of the time that trying a speculation that loses may take, at most."""
+_INHERITED: Final = 0.2
+"""What was learned at a smaller batch size counts for so much of a larger one's."""
 _AVERAGE_MEMORY: Final = 0.998
 _NEW_REQUEST_WEIGHT: Final = 4.0
 """Cycles that a new request is taken for an average one."""
@@ -53,6 +60,10 @@ class Rate:
         self.count *= share
         self.seconds *= share
 
+    def faded(self, share: float) -> Rate:
+        """The same, for which what was noted counts for less."""
+        return Rate(count=self.count * share, seconds=self.seconds * share, memory=self.memory)
+
     @property
     def value(self) -> float:
         """Things a second; 0 before anything was noted."""
@@ -62,8 +73,12 @@ class Rate:
 class VerifyTime:
     """Seconds of a verify pass against the tokens in it: decayed least squares, slope ≥ 0."""
 
-    def __init__(self) -> None:
-        self._sums: tuple[float, ...] = (0.0,) * 5  # weight, n, v, n², n·v
+    def __init__(self, sums: tuple[float, ...] = (0.0,) * 5) -> None:
+        self._sums = sums  # weight, n, v, n², n·v
+
+    def faded(self, share: float) -> VerifyTime:
+        """The same, for which what was noted counts for less."""
+        return VerifyTime(tuple(share * each for each in self._sums))
 
     def add(self, tokens: int, seconds: float) -> None:
         """Take note of one pass."""
@@ -99,10 +114,24 @@ class CycleCosts:
         """Seconds of the last cycles of each way."""
         self._pairs = self._confirming = 0
         self._cold = _COLD_CYCLES
-        self._until_probe = _FIRST_PROBE
         self._interval = _PROBE_EVERY
+        self._wait, self._waited = _FIRST_PROBE, 0
+        """Cycles between the last probe and the next one, and how many of these have passed."""
         self._probing = 0
+        self._lost = 0.0
+        """Passes that the last try of speculation took, less the tokens that it made for each request."""
         self._was_better = True
+
+    def of_larger_batch(self) -> CycleCosts:
+        """What is known of a larger batch before it was seen: where verifying costs more, what loses here loses too."""
+        costs = CycleCosts()
+        costs.rate, costs.verify = self.rate.faded(_INHERITED), self.verify.faded(_INHERITED)
+        costs.drafting, costs.drafts = self.drafting.faded(_INHERITED), self.drafts.faded(_INHERITED)
+        costs._average_gain = self._average_gain.faded(_INHERITED)
+        if not self.better():
+            costs._gain, costs._slowdown = self._gain.faded(_INHERITED), self._slowdown.faded(_INHERITED)
+            costs._pairs = _CONFIRMED
+        return costs
 
     def better(self) -> bool:
         """Whether speculation is faster, as far as is known; it is the first guess."""
@@ -115,7 +144,7 @@ class CycleCosts:
             self._gain = Rate(count=self._average_gain.value * weight, seconds=weight)
         if not self._was_better:
             # The surer the choice is, the less one request counts.
-            self._until_probe = min(self._until_probe, self._interval // 8)
+            self._wait = min(self._wait, self._waited + self._interval // 8)
 
     def choose(self) -> tuple[bool, bool]:
         """Whether this cycle speculates, and whether that is to try it only."""
@@ -127,13 +156,14 @@ class CycleCosts:
             self._confirming += 1
             return False, True
         if better != self._was_better:
-            interval = _PROBE_EVERY if better else _FIRST_SPECULATIVE_PROBE
-            self._was_better, self._interval, self._until_probe = better, interval, interval
-        self._until_probe -= 1
-        if self._until_probe > 0:
+            self._was_better, self._lost = better, 0.0
+            self._interval = self._wait = _PROBE_EVERY if better else _FIRST_SPECULATIVE_PROBE
+            self._waited = 0
+        self._waited += 1
+        if self._waited < self._wait or self._lost > _PROBE_LOSS * self._waited:
             return better, False
         # The longer one way has won, the more rarely the other is tried.
-        self._until_probe = self._interval
+        self._wait, self._waited, self._lost = self._interval, 0, 0.0
         self._interval = min(2 * self._interval, _LONGEST_PROBE_INTERVAL)
         # What it was like long ago counts for less.
         self._slowdown.fade(_OLD_EVIDENCE)
@@ -161,9 +191,13 @@ class CycleCosts:
         if speculates:
             self._gain.add(tokens, batch)
             self._average_gain.add(tokens, batch)
+            if self._slowdown.seconds == 0.0 and self._gain.seconds >= _FIRST_EVIDENCE:
+                self._wait = 0
         other = self._recent.get(not speculates)
         if is_probe and other is not None:
             self._pairs += 1
             self._slowdown.add(*((seconds, other) if speculates else (other, seconds)))
+            if speculates:
+                self._lost += seconds / other - tokens / batch
         usual = self._recent.get(speculates, seconds)
         self._recent[speculates] = usual + _RECENT_SHARE * (seconds - usual)

@@ -15,7 +15,6 @@ Owns: :class:`DraftLength` the server's estimates, :class:`RequestAcceptance` on
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -180,7 +179,7 @@ class DraftLength:
         self._timed = timed
         self._acceptance = {True: _Acceptance(), False: _Acceptance()}
         self._prior = _Acceptance()
-        self._costs: defaultdict[tuple[int, bool], CycleCosts] = defaultdict(CycleCosts)
+        self._costs: dict[tuple[int, bool], CycleCosts] = {}
         self._cycle = _Cycle(began=0.0, lengths={})
         self._pace: Pace | None = None
         self._drafted = Rate()
@@ -233,7 +232,8 @@ class DraftLength:
             self,
             rows,
             step_cost=rate / steps_per_second if steps_per_second else 0.0,
-            token_cost=rate * costs.verify.slope if self._timed else _FIXED_THRESHOLD,
+            # Unknown costs must not invite the longest draft of all.
+            token_cost=rate * costs.verify.slope if self._timed and rate else _FIXED_THRESHOLD,
             missing_tokens=missing_tokens,
         )
         return self._pace
@@ -296,4 +296,11 @@ class DraftLength:
 
     def _costs_of(self, cycle: _Cycle) -> CycleCosts:
         # Sizes that differ by less than a factor of two cost about the same per request.
-        return self._costs[max(len(cycle.lengths), 1).bit_length(), cycle.samples]
+        size, samples = max(len(cycle.lengths), 1).bit_length(), cycle.samples
+        if (size, samples) not in self._costs:
+            # Sampled requests gain less than greedy ones, so what loses for these loses for those too.
+            smaller = [(bits, samples) for bits in range(size - 1, 0, -1)]
+            smaller += [(bits, False) for bits in range(size, 0, -1)] if samples else []
+            known = next((self._costs[key] for key in smaller if key in self._costs), None)
+            self._costs[size, samples] = known.of_larger_batch() if known else CycleCosts()
+        return self._costs[size, samples]

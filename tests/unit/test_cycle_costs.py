@@ -28,6 +28,30 @@ def test_one_slow_neighbour_is_not_believed():
     assert sum(speculated) >= 36
 
 
+def test_trying_what_loses_takes_a_hundredth_of_the_time():
+    costs = CycleCosts()
+    for _ in range(500):
+        cycle(costs, tokens=1, spec_seconds=2.5, plain_seconds=1.0)
+    tries = sum(cycle(costs, tokens=1, spec_seconds=2.5, plain_seconds=1.0) for _ in range(5000))
+    assert 0 < tries * 1.5 < 0.015 * 5000
+
+
+def test_what_lost_at_a_smaller_size_is_not_begun_with_at_a_larger_one():
+    smaller = CycleCosts()
+    for _ in range(100):
+        cycle(smaller, tokens=1, spec_seconds=1.5, plain_seconds=1.0)
+    larger = smaller.of_larger_batch()
+    assert not any(cycle(larger, tokens=1, spec_seconds=1.5, plain_seconds=1.0) for _ in range(15))
+    assert any(cycle(larger, tokens=3, spec_seconds=1.5, plain_seconds=1.0) for _ in range(15))
+
+
+def test_what_pays_at_a_smaller_size_is_begun_with_at_a_larger_one():
+    smaller = CycleCosts()
+    for _ in range(100):
+        cycle(smaller, tokens=2, spec_seconds=1.5, plain_seconds=1.0)
+    assert smaller.of_larger_batch().choose() == (True, False)
+
+
 def test_what_cannot_be_confirmed_is_not_waited_for():
     """Cycles that tell nothing, as where requests come and go in each, must not end speculation for good."""
     costs = CycleCosts()

@@ -105,6 +105,25 @@ def test_a_hopeless_draft_costs_almost_nothing(draft, per_token, batch):
     assert Server(**server).rate(cycles=900) > Server(**server).rate(cycles=900, fixed=0) * 0.98
 
 
+@pytest.mark.parametrize("sizes", [(16,), (1, 2, 4, 8, 16)], ids=["at once", "growing"])
+@pytest.mark.parametrize("quality", [0.3, 0.5, 0.8])
+def test_few_tokens_at_sizes_never_seen_are_no_slower_than_without(sizes, quality):
+    """A server that was just started, and 64 tokens for each request of a batch that is full before long."""
+
+    def rates(fixed=None):
+        length, now = DraftLength(), 0.0
+        for batch in sizes:
+            costs = {"draft": 0.03, "verify": 0.3, "per_token": 0.005, "batch": batch}
+            server = Server(**costs, chance=lambda c: quality * c + 0.1, confidence=lambda rng: rng.random())
+            server.now = began = now
+            while server.tokens < 64 * batch:
+                server.cycle(length, fixed=fixed, samples=True)
+            now = server.now
+            yield server.tokens / (now - began)
+
+    assert all(ours > 0.96 * plain for ours, plain in zip(rates(), rates(fixed=0), strict=True))
+
+
 def test_fewer_tokens_are_drafted_when_verifying_them_takes_time():
     server = {"draft": 0.01, "batch": 8, "chance": lambda c: c, "confidence": lambda rng: rng.choice([0.5, 0.9])}
     free, full = Server(**server), Server(**server, per_token=0.004)
