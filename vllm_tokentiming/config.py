@@ -107,7 +107,7 @@ class TokenTimingConfig:
         self._check_range("draft_top_k", minimum=1)
         self._check_range("longest_run", minimum=0)
         self._check_range("draft_temperature", minimum=0.0)
-        self._check_range("seed", minimum=0)
+        self._check_range("seed", minimum=0, maximum=2**63 - 1)  # what a torch.Generator takes
         if self.transfer == "paper" and not self.allow_lossy:
             raise ConfigError(
                 "transfer='paper' gives the rejection sampler the paper's scalar probabilities, which changes the "
@@ -161,6 +161,8 @@ class TokenTimingConfig:
             if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
                 names = " or ".join("null" if a is type(None) else a.__name__ for a in accepted)
                 raise ConfigError(f"{f.name} is {value!r} ({type(value).__name__}); it must be {names}.")
+            if isinstance(value, str) and not value.strip() and f.name != "draft_model":
+                raise ConfigError(f"{f.name} is {value!r}, which names nothing. Name it, or leave {f.name} out.")
 
     def _check_range(
         self, name: str, *, minimum: float, maximum: float | None = None, open_minimum: bool = False

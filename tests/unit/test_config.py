@@ -129,6 +129,12 @@ def test_wrong_type_says_found_and_required(name: str, value: Any, required: str
     assert message.endswith(f"it must be {required}.")
 
 
+@pytest.mark.parametrize("name", ["draft_tokenizer", "draft_revision", "draft_quantization"])
+@pytest.mark.parametrize("value", ["", "  "])
+def test_a_name_of_nothing_says_to_leave_it_out(name: str, value: str) -> None:
+    assert refusal(**{name: value}) == f"{name} is {value!r}, which names nothing. Name it, or leave {name} out."
+
+
 @pytest.mark.parametrize("name", ["draft_dtype", "transfer", "extendable", "engine"])
 @pytest.mark.parametrize("value", ["nonsense", None, 1, ["vllm"], ""])
 def test_wrong_choice_lists_the_choices(name: str, value: Any) -> None:
@@ -161,6 +167,7 @@ def test_wrong_choice_lists_the_choices(name: str, value: Any) -> None:
         ("draft_temperature", float("nan"), 1.5, "at least 0"),
         ("draft_temperature", float("inf"), 1.5, "at least 0"),
         ("seed", -1, 0, "at least 0"),
+        ("seed", 2**63, 2**63 - 1, "at least 0"),
     ],
 )
 def test_range_says_found_and_bound_and_holds_at_the_edge(name: str, bad: float, good: float, bound: str) -> None:
