@@ -17,17 +17,20 @@ OPTIONS ?=
 HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
+# make seam VLLM=0.33.0
+VLLM ?= 0.33.0
 # make test MARKERS='not long and not engine' ARGS='tests/unit -x'
 MARKERS ?= not long
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test lint format docs bench-micro clean
+.PHONY: help venv serve test lint seam format docs bench-micro clean
 
 help:
 	@echo 'make serve        serve the tiny pair (or MODEL=… DRAFT=…) with speculation on'
 	@echo 'make test         run the tests (MARKERS=… ARGS=…)'
 	@echo 'make venv         only set .venv up'
 	@echo 'make lint         ruff check, ruff format --check, mypy'
+	@echo 'make seam         test the seam against the source of another vLLM (VLLM=0.33.0)'
 	@echo 'make format       rewrite the sources as ruff formats them'
 	@echo "make docs         write the generated parts of README.md"
 	@echo 'make bench-micro  time the cycle without the draft model (ARGS=…)'
@@ -47,6 +50,9 @@ test: venv
 
 lint: venv
 	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
+
+seam: venv
+	@$(BIN)/python scripts/check_seam.py --version '$(VLLM)'
 
 format: venv
 	@$(BIN)/ruff check --fix-only . && $(BIN)/ruff format .

@@ -63,7 +63,7 @@ def test_the_plain_form_takes_no_options_in_speculative_config():
         )
 
 
-@pytest.mark.parametrize("version", ["0.31.0", "0.33.0", "1.0.0", "nightly", "0.3.2"])
+@pytest.mark.parametrize("version", ["0.31.0", "0.34.0", "1.0.0", "nightly", "0.3.2"])
 def test_other_vllm_versions_are_refused_with_the_remedy(version):
     with pytest.raises(UnsupportedVLLMError, match=r"pip install 'vllm==0\.32\.0'"):
         check_version(version)
@@ -72,6 +72,13 @@ def test_other_vllm_versions_are_refused_with_the_remedy(version):
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.32.1rc1.dev3+gabc"])
 def test_supported_versions_pass(version):
     assert check_version(version) is None
+
+
+def test_a_version_that_was_not_tried_passes_with_a_warning(caplog):
+    with caplog.at_level("WARNING", logger="vllm_tokentiming"):
+        check_version("0.33.0+cu130")
+    assert "0.33.0+cu130" in caplog.text
+    assert "has not been run on it" in caplog.text
 
 
 def test_the_v2_model_runner_is_refused(monkeypatch):

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -207,3 +208,19 @@ def test_metadata_wheel_names_the_distribution(setup_venv: ModuleType, tmp_path:
 def test_stamp_depends_on_what_is_installed(setup_venv: ModuleType) -> None:
     assert setup_venv.fingerprint("cpu", "test") == setup_venv.fingerprint("cpu", "test")
     assert len({setup_venv.fingerprint(*parts) for parts in [("cpu", "test"), ("cuda", "test"), ("cputest", "")]}) == 3
+
+
+def test_the_source_of_another_vllm_is_unpacked_without_its_compiled_parts(tmp_path: Path) -> None:
+    check_seam = importlib.import_module("check_seam")
+    wheel = tmp_path / "vllm-9.9.9-cp38-abi3-any.whl"
+    kept = {"vllm/__init__.py", "vllm/model.json", "vllm-9.9.9.dist-info/METADATA"}
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in (*kept, "vllm/_C.abi3.so"):
+            archive.writestr(name, "")
+    check_seam.unpack_source(wheel, tmp_path / "source")
+    assert {str(f.relative_to(tmp_path / "source")) for f in (tmp_path / "source").rglob("*") if f.is_file()} == kept
+
+
+def test_a_version_of_vllm_that_is_nowhere_is_no_success(tmp_path: Path) -> None:
+    run = [sys.executable, str(SCRIPTS / "check_seam.py"), "--wheel", str(tmp_path / "absent.whl")]
+    assert subprocess.run(run, capture_output=True, check=False).returncode != 0

@@ -44,14 +44,17 @@ SIGNATURES = {
     "vllm.v1.core.block_pool:BlockPool.get_cached_block": "self block_hash kv_cache_group_ids",
     "vllm.v1.core.block_pool:BlockPool.cache_full_blocks": "self request blocks num_cached_blocks num_full_blocks "
     "block_size kv_cache_group_id",
-    "vllm.v1.core.kv_cache_utils:unify_hybrid_kv_cache_specs": "kv_cache_spec",
-    "vllm.v1.core.kv_cache_utils:get_kv_cache_groups": "vllm_config kv_cache_spec",
-    "vllm.v1.core.kv_cache_utils:get_kv_cache_config_from_groups": "vllm_config kv_cache_groups available_memory",
+    "vllm_tokentiming.engine.vllm_kv_cache:kv_cache_planning.unify_hybrid_kv_cache_specs": "kv_cache_spec",
+    "vllm_tokentiming.engine.vllm_kv_cache:kv_cache_planning.get_kv_cache_groups": "vllm_config kv_cache_spec",
+    "vllm_tokentiming.engine.vllm_kv_cache:kv_cache_planning.get_kv_cache_config_from_groups": "vllm_config "
+    "kv_cache_groups available_memory",
     "vllm.v1.worker.utils:allocate_kv_cache": "kv_cache_config device layout kernel_block_sizes",
     "vllm.v1.worker.utils:prepare_kernel_block_sizes": "kv_cache_config attn_groups",
     "vllm.v1.worker.utils:bind_kv_cache": "kv_caches forward_context runner_kv_caches kv_cache_groups",
     "vllm.v1.worker.utils:AttentionGroup.create_metadata_builders": "self vllm_config device kernel_block_size",
 }
+
+OF_OTHER_VERSIONS = frozenset({"kv_cache_planning"})
 
 
 def names_imported_of_vllm() -> Iterator[tuple[str, str, str]]:
@@ -65,6 +68,8 @@ def names_imported_of_vllm() -> Iterator[tuple[str, str, str]]:
 
 @pytest.mark.parametrize(("file", "module", "name"), sorted(set(names_imported_of_vllm())))
 def test_every_imported_name_exists(file, module, name):
+    if name in OF_OTHER_VERSIONS:
+        pytest.skip("one of two places, tried in turn; what is found there is a signature below")
     assert hasattr(importlib.import_module(module), name) or importlib.util.find_spec(f"{module}.{name}")
 
 

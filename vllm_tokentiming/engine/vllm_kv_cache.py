@@ -10,12 +10,16 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, UniformTypeKVCacheSpecs
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache, bind_kv_cache, prepare_kernel_block_sizes
 
 from vllm_tokentiming.errors import ConfigError, UnsupportedModelError
+
+try:
+    from vllm.v1.core import kv_cache_planning  # since 0.33
+except ImportError:
+    from vllm.v1.core import kv_cache_utils as kv_cache_planning
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +83,8 @@ def allocate_draft_kv_cache(config: VllmConfig, *, device: torch.device, memory:
     _require_attention_only(config, specs)
     layout = _resolve_layout(config, layers)
     # One block table for all layers: sliding windows still bound what is attended to, only their memory is not saved.
-    kv_cache_utils.unify_hybrid_kv_cache_specs(specs)
-    groups = kv_cache_utils.get_kv_cache_groups(config, specs)
+    kv_cache_planning.unify_hybrid_kv_cache_specs(specs)
+    groups = kv_cache_planning.get_kv_cache_groups(config, specs)
     if len(groups) != 1:
         raise UnsupportedModelError(
             f"{config.model_config.model!r} needs {len(groups)} kinds of KV cache. Required of a draft: attention "
@@ -92,7 +96,7 @@ def allocate_draft_kv_cache(config: VllmConfig, *, device: torch.device, memory:
         config, bytes_per_block=bytes_per_block, block_size=block_size, memory=memory, device=device
     )
     config.cache_config.num_gpu_blocks_override = num_blocks
-    cache_config = kv_cache_utils.get_kv_cache_config_from_groups(config, groups, available_memory=0)
+    cache_config = kv_cache_planning.get_kv_cache_config_from_groups(config, groups, available_memory=0)
     attention_groups = _attention_groups(cache_config.kv_cache_groups[0], layers)
     kernel_block_size = prepare_kernel_block_sizes(cache_config, [attention_groups])[0]
     for group in attention_groups:

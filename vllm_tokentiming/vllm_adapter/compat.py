@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Final
 
 from vllm_tokentiming.errors import UnsupportedVLLMError
 
+logger = logging.getLogger(__name__)
+
 SUPPORTED: Final = ((0, 32),)
 """(major, minor) versions that the test-suite runs on."""
+UNTRIED: Final = ((0, 33),)
+"""Versions whose source has all that the package reaches into (``make seam``), and on which it has not been run."""
 
 
 def require_supported_vllm() -> None:
@@ -30,13 +35,20 @@ def require_supported_vllm() -> None:
 
 
 def check_version(version: str) -> None:
-    """Refuse a version that is not supported.
+    """Refuse a version that is not supported, warn of one that was not tried.
 
     Raises:
         UnsupportedVLLMError
     """
     match = re.match(r"(\d+)\.(\d+)", version)
-    if match is None or (int(match[1]), int(match[2])) not in SUPPORTED:
+    found = None if match is None else (int(match[1]), int(match[2]))
+    if found in UNTRIED:
+        logger.warning(
+            "vLLM %s is installed. vllm-tokentiming finds in its source all that it needs, but has not been run on it. "
+            "vLLM 0.32.0 is what it is tested with.",
+            version,
+        )
+    elif found not in SUPPORTED:
         names = ", ".join(f"{major}.{minor}.x" for major, minor in SUPPORTED)
         raise UnsupportedVLLMError(
             f"vLLM {version} is installed, and this version of vllm-tokentiming supports {names}. Install a "
