@@ -57,7 +57,33 @@ def time_shares(document: dict[str, Any], axes: Axes) -> None:
     axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.35), ncols=3)
 
 
-KINDS = {"end_to_end": end_to_end, "time_shares": time_shares}
+def soak(document: dict[str, Any], axes: Axes) -> None:
+    """Memory of all processes, and the share of drafted tokens that was accepted between two samples, over time."""
+    samples = document["samples"]
+    minutes = [(sample["seconds"] - samples[0]["seconds"]) / 60 for sample in samples]
+    axes.plot(minutes, [sample["resident_bytes"] / 2**20 for sample in samples], label="resident memory")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("minutes of mixed load")
+    axes.set_ylabel("MiB")
+    step = max(1, len(samples) // 30)
+    pairs = [(samples[i - step], samples[i]) for i in range(step, len(samples), step)]
+    shares_accepted = [
+        (after["accepted"] - before["accepted"]) / max(1.0, after["drafted"] - before["drafted"])
+        for before, after in pairs
+    ]
+    right = axes.twinx()
+    right.plot(
+        [(after["seconds"] - samples[0]["seconds"]) / 60 for _, after in pairs],
+        shares_accepted,
+        color="tab:orange",
+        label="accepted share",
+    )
+    right.set_ylim(0, 1)
+    right.set_ylabel("accepted of drafted")
+    axes.figure.legend(frameon=False, loc="upper center", ncols=2)
+
+
+KINDS = {"end_to_end": end_to_end, "time_shares": time_shares, "soak": soak}
 
 
 def draw(document: dict[str, Any], path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 from e2e.cases import PROMPTS, Case, client_of, create
 from e2e.serving import Server, serving
 
+from benchmarks.provenance import provenance
 from vllm_tokentiming.tiny_pair import tiny_pair
 
 MINUTES = float(os.environ.get("TOKENTIMING_SOAK_MINUTES", "60"))
@@ -101,7 +102,8 @@ def soaked(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, flo
         failures = asyncio.run(load(server, until=time.monotonic() + 60 * MINUTES, seen=seen))
         log = server.log
     if file := os.environ.get("TOKENTIMING_SOAK_JSON"):
-        Path(file).write_text(json.dumps({"kind": "soak", "minutes": MINUTES, "samples": seen}, indent=1) + "\n")
+        document = {"kind": "soak", "minutes": MINUTES, "provenance": provenance(), "samples": seen}
+        Path(file).write_text(json.dumps(document, indent=1) + "\n")
     return seen, failures, log
 
 

@@ -166,7 +166,7 @@ def test_a_file_of_the_authors_without_these_methods_is_refused(tmp_path):
         dict(peers(window_radius=WINDOW_RADIUS, authors=tmp_path / "other.py"))
 
 
-@pytest.mark.parametrize("kind", ["end_to_end", "time_shares"])
+@pytest.mark.parametrize("kind", ["end_to_end", "time_shares", "soak"])
 def test_plots_are_drawn_and_the_same_each_time(tmp_path, kind):
     pytest.importorskip("matplotlib", reason="plots are drawn by matplotlib, which only the extra 'plots' installs")
     from benchmarks.plots import draw
@@ -178,6 +178,12 @@ def test_plots_are_drawn_and_the_same_each_time(tmp_path, kind):
         "time_shares": {
             "kind": kind,
             "records": [{"temperature": 0.0, "cycles": 2, "tokens": 5, **dict.fromkeys(PARTS, 0.5)}],
+        },
+        "soak": {
+            "kind": kind,
+            "samples": [
+                {"seconds": 15.0 * n, "resident_bytes": 2**30, "drafted": 20 * n, "accepted": 9 * n} for n in range(40)
+            ],
         },
     }[kind]
     for name in ("one.svg", "two.svg"):
