@@ -18,6 +18,21 @@ PROMPTS = (
     "The naïve café — “quoted” 你好",
     "x",
 )
+TOOL_ARGUMENTS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+"""What a server needs for the cases with tools."""
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "set_mode",
+        "description": "Set the mode of the machine.",
+        "parameters": {
+            "type": "object",
+            "properties": {"mode": {"enum": ["slow", "fast"]}, "safe": {"type": "boolean"}},
+            "required": ["mode", "safe"],
+            "additionalProperties": False,
+        },
+    },
+}
 LONG_PROMPT = "Return a list of the names in the archive. " * 24
 
 
@@ -72,6 +87,11 @@ def _cases() -> dict[str, Case]:
             "extra_body": {"repetition_penalty": 1.2},
         },
     )
+    choices = {"auto": "auto", "required": "required", "named": {"type": "function", "function": {"name": "set_mode"}}}
+    for name, choice in choices.items():
+        cases[f"tool {name}"] = Case(
+            PROMPTS[3], chat=True, parameters={"max_tokens": 64, "tools": [TOOL], "tool_choice": choice}
+        )
     return cases
 
 
@@ -146,6 +166,8 @@ def _answer(choices: list[Any], usage: Any, *, chat: bool) -> Answer:
         else:
             message = choice.message if hasattr(choice, "message") else choice.delta
             texts.append(message.content or "")
+            # In a stream the name comes first and the arguments piece by piece.
+            texts += [(call.function.name or "") + (call.function.arguments or "") for call in message.tool_calls or ()]
         if choice.logprobs is not None and chat:
             tokens += [entry.token for entry in choice.logprobs.content or []]
             logprobs += [entry.logprob for entry in choice.logprobs.content or []]

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from e2e.cases import CASES, PROMPTS, STOPPING, Answer, Case, ask, ask_all, client_of, create
+from e2e.cases import CASES, PROMPTS, STOPPING, TOOL_ARGUMENTS, Answer, Case, ask, ask_all, client_of, create
 from e2e.serving import MAX_MODEL_LEN, Server, interrupt, serving
 
 from vllm_tokentiming.tiny_pair import tiny_pair
@@ -34,7 +35,7 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    with serving(tmp_path_factory.mktemp("reference"), speculative=None) as server:
+    with serving(tmp_path_factory.mktemp("reference"), speculative=None, arguments=TOOL_ARGUMENTS) as server:
         answers = asyncio.run(ask_all(server.url, stream=False))
     return Reference(answers, server.log)
 
@@ -49,7 +50,7 @@ def server(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> It
         "adaptive_length": False,
         "repeats": False,
     }
-    with serving(tmp_path_factory.mktemp("server"), speculative=speculative) as server:
+    with serving(tmp_path_factory.mktemp("server"), speculative=speculative, arguments=TOOL_ARGUMENTS) as server:
         yield server
 
 
@@ -74,6 +75,8 @@ def test_the_cases_are_what_they_are_called(reference):
     assert expected["to the longest length"].usage["total_tokens"] == MAX_MODEL_LEN
     assert len(expected["logprobs"].logprobs) == expected["logprobs"].usage["completion_tokens"] == 24
     assert expected["ignore_eos"].usage["completion_tokens"] == 40
+    assert isinstance(json.loads(expected["tool named"].text.removeprefix("set_mode")), dict)
+    assert "set_mode" in expected["tool required"].text
 
 
 async def test_many_at_once_that_end_at_different_times(server, reference):

@@ -14,7 +14,7 @@ import pytest
 
 from vllm_tokentiming.tiny_pair import tiny_pair
 
-COMMON = ("greedy", "mixed", "odd_prompts", "near_the_end")
+COMMON = ("greedy", "mixed", "odd_prompts", "odd_texts", "near_the_end")
 BREAKS = ("break_draft", "break_forward", "break_logits", "break_context", "break_proposal")
 LIFE = (
     "stop_strings",
@@ -28,6 +28,7 @@ LIFE = (
 )
 FEATURES = ("constraints", "not_with_speculation", "logprobs", "seeds")
 CHUNKED = {"max_num_batched_tokens": 48}
+ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 SMALL_CACHE = {"num_gpu_blocks_override": 6}
 # A tiny model at temperature 1 would fill its tokens with the white space that JSON permits.
 COMPACT = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
@@ -71,6 +72,8 @@ def jobs() -> list[dict[str, Any]]:
     return [
         job("none", {}, *COMMON, "crowded", *LIFE, *FEATURES),
         job("none, chunked", CHUNKED, "long_prompts"),
+        job("none, adapters", ADAPTERS, "adapters"),
+        job("adapters", {**speculative(), **ADAPTERS}, "adapters"),
         job(
             "exact",
             {**speculative(transfer="exact"), **COMPACT},

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from scenarios import PROMPTS
@@ -88,3 +91,54 @@ def seeds(llm: Any) -> Any:
         step += 1
         late += [list(o.outputs[0].token_ids) for o in engine.step() if o.finished and o.request_id == "seeded"]
     return {"alone": alone, "crowd": crowd, "late": late[0]}
+
+
+ADAPTER_RANK = 8
+
+
+def _write_adapter(folder: Path, config: Any, *, seed: int) -> Path:
+    """A LoRA adapter as PEFT saves it, of random weights large enough to change what is said."""
+    import torch
+    from safetensors.torch import save_file
+
+    dice = torch.Generator().manual_seed(seed)
+    head = config.head_dim
+    sizes = {"q_proj": config.num_attention_heads * head, "v_proj": config.num_key_value_heads * head}
+    tensors = {}
+    for layer in range(config.num_hidden_layers):
+        for name, rows in sizes.items():
+            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{place}.lora_A.weight"] = torch.randn(ADAPTER_RANK, config.hidden_size, generator=dice) * 0.05
+            tensors[f"{place}.lora_B.weight"] = torch.randn(rows, ADAPTER_RANK, generator=dice) * 0.05
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    described = {
+        "peft_type": "LORA",
+        "r": ADAPTER_RANK,
+        "lora_alpha": 16,
+        "target_modules": list(sizes),
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(described))
+    return folder
+
+
+def adapters(llm: Any) -> Any:
+    """Two LoRA adapters of the target and the target itself, each alone and all in one batch."""
+    from vllm.lora.request import LoRARequest
+
+    greedy = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    with tempfile.TemporaryDirectory() as name:
+        config = llm.llm_engine.model_config.hf_config
+        of_request: list[Any] = [None]
+        for seed in (1, 2):
+            folder = _write_adapter(Path(name) / str(seed), config, seed=seed)
+            of_request.append(LoRARequest(f"adapter-{seed}", seed, str(folder)))
+
+        def generate(prompts: Any, chosen: Any) -> list[list[int]]:
+            outputs = llm.generate(list(prompts), greedy, lora_request=chosen, use_tqdm=False)
+            return [list(output.outputs[0].token_ids) for output in outputs]
+
+        alone = [generate(PROMPTS[:3], [lora] * 3) for lora in of_request]
+        together = generate([p for p in PROMPTS[:3] for _ in of_request], of_request * 3)
+    return {"alone": alone, "together": together}

@@ -25,6 +25,7 @@ PROMPTS = (
     "x",
 )
 REGEX = r"[a-c]{3}-[0-9]{2}"
+GRAMMAR = 'root ::= ("up" | "down") (", " ("up" | "down"))*  "."'
 SCHEMA = {
     "type": "object",
     "properties": {"ok": {"type": "boolean"}, "size": {"enum": ["small", "large"]}},
@@ -132,6 +133,34 @@ def odd_prompts(llm: Any) -> Any:
     return _generate(llm, prompts, max_tokens=24)
 
 
+ODD_TEXTS = (
+    "東京は日本の首都です。人口は",
+    "안녕하세요 세계. 오늘은",
+    "ภาษาไทยไม่มีช่องว่างระหว่างคำ",
+    "مرحبا بالعالم، هذا نص",
+    "e\u0301a\u0308 combining: n\u0303o\u0302",
+    "family: \U0001f468\u200d\U0001f469\u200d\U0001f467 flag: \U0001f1e9\U0001f1ea skin: \U0001f44d\U0001f3fd",
+    "zero\u200bwidth\u2060and\ufeffbom",
+    "a\x00b\x01c\x1b[31mred\x7f",
+    "before" + " " * 150 + "after",
+    "\t\tif x:\n\t\t\treturn\n\t",
+    "line one\r\nline two\r\n\r\nline",
+    "3.14159265358979323846264338327950288419716939937510",
+    "serving" * 48,
+    '!function(e,t){"use strict";for(var n=0;n<t.length;n++)e[t[n]]=function(){return n}}(window,["a","b"]);',
+    "VGhlIHF1aWNrIGJyb3duIGZveCBqdW1wcyBvdmVyIHRoZSBsYXp5IGRvZy4gMDEyMzQ1Njc4OQ==",
+    "<|im_start|>user\nhello<|im_end|>\n<s>[INST] hi [/INST]</s><start_of_turn>model\n",
+    " leading",
+    "\u2581sentencepiece\u2581mark",
+    "\n",
+)
+
+
+def odd_texts(llm: Any) -> Any:
+    """Scripts, marks, white space and look-alikes that tokenizers treat each in their own way."""
+    return _generate(llm, ODD_TEXTS, max_tokens=24)
+
+
 def crowded(llm: Any) -> Any:
     """More tokens than the KV cache holds."""
     dice = random.Random(7)
@@ -140,9 +169,14 @@ def crowded(llm: Any) -> Any:
 
 
 def structured(llm: Any) -> Any:
-    """Regex, JSON and choice at temperature 1, beside a request without a grammar."""
+    """Regex, JSON, choice and grammar at temperature 1, beside a request without a grammar."""
     outputs = {}
-    kinds = {"regex": {"regex": REGEX}, "json": {"json": SCHEMA}, "choice": {"choice": ["alpha", "beta"]}}
+    kinds = {
+        "regex": {"regex": REGEX},
+        "json": {"json": SCHEMA},
+        "choice": {"choice": ["alpha", "beta"]},
+        "grammar": {"grammar": GRAMMAR},
+    }
     prompts, parameters = [PROMPTS[0]], [SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)]
     for given in kinds.values():
         grammar = StructuredOutputsParams(**given)

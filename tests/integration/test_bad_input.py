@@ -85,6 +85,25 @@ def test_other_methods_are_left_alone(check):
     assert check(None).speculative_config is None
 
 
+def test_the_scheduler_is_ours_unless_another_is_named(check):
+    def name(chosen: Any) -> str:
+        return chosen if isinstance(chosen, str) else f"{chosen.__module__}.{chosen.__qualname__}"
+
+    assert name(check(method()).scheduler_config.scheduler_cls).endswith("scheduler.UnpaddedScheduler")
+    own = "vllm.v1.core.sched.scheduler.Scheduler"
+    assert name(check(method(), scheduler_cls=own).scheduler_config.scheduler_cls) == own
+    assert check(None).scheduler_config.scheduler_cls is None
+
+
+def test_pipeline_parallel_on_cpu(check):
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type != "cpu":
+        pytest.skip("only vLLM's CPU worker dies of it")
+    with pytest.raises(UnsupportedVLLMError, match=r"--pipeline-parallel-size is 2.*Required on CPU: one stage.*Use"):
+        check(method(), pipeline_parallel_size=2)
+
+
 @pytest.mark.parametrize("path", ["/no/such/folder", "./nowhere", "~/nowhere"])
 def test_missing_draft_path(check, path):
     with pytest.raises(ConfigError, match=rf"draft model '{path}' does not exist.*Required: .*Correct the path"):

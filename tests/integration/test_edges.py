@@ -11,7 +11,7 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("job", ["exact", "transformers"])
-@pytest.mark.parametrize("scenario", ["odd_prompts", "near_the_end"])
+@pytest.mark.parametrize("scenario", ["odd_prompts", "odd_texts", "near_the_end"])
 def test_output_is_that_of_no_speculation(answer, job, scenario):
     found = answer(job, scenario)
     assert found["value"] == answer("none", scenario)["value"]
@@ -40,7 +40,7 @@ def test_preempted_requests_give_the_same_output(answer):
 def test_structured_output_is_valid(answer, job):
     found = answer(job, "structured")
     value = found["value"]
-    assert len(value["regex"]) == len(value["json"]) == len(value["choice"]) == 8
+    assert [len(value[kind]) for kind in ("regex", "json", "choice", "grammar")] == [8] * 4
     assert all(re.fullmatch(r"[a-c]{3}-[0-9]{2}", text) for text in value["regex"])
     for text in value["json"]:
         document = json.loads(text)
@@ -48,6 +48,8 @@ def test_structured_output_is_valid(answer, job):
         assert isinstance(document["ok"], bool)
         assert document["size"] in {"small", "large"}
     assert set(value["choice"]) <= {"alpha", "beta"}
+    # What is not done by then ends in the middle.
+    assert all(re.fullmatch(r"(up|down)(, (up|down))*(\.|, ?|, (u|d|do|dow))?", text) for text in value["grammar"])
     assert value["greedy"] == answer("none", "greedy")["value"][0]
     assert found["vllm"]["vllm:spec_decode_num_accepted_tokens"] > 0
 

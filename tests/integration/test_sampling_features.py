@@ -49,3 +49,11 @@ def test_logprobs(answer, job):
 def test_a_seed_gives_the_same_output_with_and_without_neighbours(answer, job):
     value = answer(job, "seeds")["value"]
     assert value["alone"] == value["crowd"] == value["late"]
+
+
+def test_lora_adapters_of_the_target(answer):
+    found, reference = answer("adapters", "adapters"), answer("none, adapters", "adapters")["value"]
+    assert found["value"] == reference
+    assert found["vllm"]["vllm:spec_decode_num_accepted_tokens"] > 0
+    plain, first, second = reference["alone"]
+    assert plain != first != second != plain  # or the adapters would do nothing
