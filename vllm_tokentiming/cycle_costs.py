@@ -106,7 +106,9 @@ class CycleCosts:
         self.drafts = Rate()
         """Cycles that drafted, by the time that drafting took."""
         self._gain = Rate()
-        """Tokens that speculation makes where a pass without makes one."""
+        """Tokens that a cycle with speculation makes for each request."""
+        self._plain_gain = Rate()
+        """And one without: more than one where it proposes repeats."""
         self._average_gain = Rate(memory=_AVERAGE_MEMORY)
         self._slowdown = Rate()
         """Seconds of cycles with speculation, over those of neighbours without."""
@@ -130,12 +132,13 @@ class CycleCosts:
         costs._average_gain = self._average_gain.faded(_INHERITED)
         if not self.better():
             costs._gain, costs._slowdown = self._gain.faded(_INHERITED), self._slowdown.faded(_INHERITED)
+            costs._plain_gain = self._plain_gain.faded(_INHERITED)
             costs._pairs = _CONFIRMED
         return costs
 
     def better(self) -> bool:
         """Whether speculation is faster, as far as is known; it is the first guess."""
-        return self._slowdown.seconds == 0.0 or self._gain.value >= self._slowdown.value
+        return self._slowdown.seconds == 0.0 or self._gain.value >= self._slowdown.value * self._tokens_of_a_pass
 
     def greet(self, batch: int) -> None:
         """Another request came. Until it shows what it is like, it is an average one, which may change the choice."""
@@ -174,6 +177,10 @@ class CycleCosts:
             self._probing = _SPECULATIVE_PROBE - 1
         return not better, True
 
+    @property
+    def _tokens_of_a_pass(self) -> float:
+        return max(1.0, self._plain_gain.value)
+
     def is_odd(self, *, seconds: float, speculates: bool) -> bool:
         """Whether a cycle's time tells nothing: one of the first, or one that waited for something else."""
         if speculates and self._cold > 0:
@@ -188,7 +195,9 @@ class CycleCosts:
 
     def compare(self, *, tokens: int, batch: int, seconds: float, speculates: bool, is_probe: bool) -> None:
         """Take note of what a cycle made in its time."""
-        if speculates:
+        if not speculates:
+            self._plain_gain.add(tokens, batch)
+        else:
             self._gain.add(tokens, batch)
             self._average_gain.add(tokens, batch)
             if self._slowdown.seconds == 0.0 and self._gain.seconds >= _FIRST_EVIDENCE:
@@ -198,6 +207,6 @@ class CycleCosts:
             self._pairs += 1
             self._slowdown.add(*((seconds, other) if speculates else (other, seconds)))
             if speculates:
-                self._lost += seconds / other - tokens / batch
+                self._lost += seconds / other * self._tokens_of_a_pass - tokens / batch
         usual = self._recent.get(speculates, seconds)
         self._recent[speculates] = usual + _RECENT_SHARE * (seconds - usual)

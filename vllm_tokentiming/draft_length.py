@@ -31,6 +31,8 @@ FIXED_WORTH: Final = 1.5
 _LEAST_WORTH: Final = 0.3
 _FIXED_THRESHOLD: Final = 0.2
 """Least reach · α for another step where it must not depend on times or on other requests."""
+_MANY: Final = 4
+"""Requests whose repeats average out."""
 _CATCHING_UP: Final = 32
 """Tokens that a draft reads at most in a cycle whose time tells about others."""
 
@@ -288,8 +290,8 @@ class DraftLength:
         if cycle.steps:
             costs.drafting.add(cycle.steps, cycle.draft_seconds)
             costs.drafts.add(1.0, cycle.draft_seconds)
-        # Repeats come with either way, and say nothing of drafts.
-        if cycle.steps if cycle.speculates else not cycle.num_proposed:
+        # Repeats come with either way, and of few requests they say nothing of drafts. Of many somebody always has one.
+        if cycle.steps if cycle.speculates else (not cycle.num_proposed or batch >= _MANY):
             costs.compare(
                 tokens=tokens, batch=batch, seconds=seconds, speculates=cycle.speculates, is_probe=cycle.is_probe
             )

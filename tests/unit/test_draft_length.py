@@ -12,11 +12,12 @@ MOST = 8
 class Server:
     """Verifies in ``verify`` seconds plus ``per_token`` for each token, drafts a token in ``draft`` seconds.
 
-    ``chance`` maps a draft's confidence to the chance that its token is accepted.
+    ``chance`` maps a draft's confidence to the chance that its token is accepted. In every cycle ``repeats`` requests
+    propose three tokens of their own text besides, of which one is accepted.
     """
 
-    def __init__(self, *, draft, chance, confidence, verify=0.15, per_token=0.0, batch=1, seed=0):
-        self.draft, self.chance, self.confidence = draft, chance, confidence
+    def __init__(self, *, draft, chance, confidence, verify=0.15, per_token=0.0, batch=1, seed=0, repeats=0):
+        self.draft, self.chance, self.confidence, self.repeats = draft, chance, confidence, repeats
         self.verify, self.per_token, self.batch = verify, per_token, batch
         self.rng = random.Random(seed)
         self.now, self.tokens = 0.0, 0
@@ -42,7 +43,7 @@ class Server:
                     values[place].append(confidence[place])
         self.drafted.append(pace.steps)
         self.now += pace.steps * self.draft
-        proposed = sum(map(len, values))
+        proposed = sum(map(len, values)) + 3 * self.repeats
         length.end_cycle(self.now, num_proposed=proposed)
         self.now += self.verify + self.per_token * (self.batch + proposed)
         for place, request in enumerate(self.lengths):
@@ -51,8 +52,9 @@ class Server:
                 accepted += 1
             if values[place]:
                 length.observe_row(rows[place], accepted_tokens=accepted, num_proposed=len(values[place]))
-            self.lengths[request] += accepted + 1
-            self.tokens += accepted + 1
+            made = accepted + 1 + (place < self.repeats)
+            self.lengths[request] += made
+            self.tokens += made
 
     def rate(self, *, cycles, fixed=None, length=None):
         """Tokens a second; the estimates learn in the first third, which does not count."""
@@ -264,6 +266,14 @@ def test_repeats_alone_do_not_speak_against_drafting():
         server.now += server.verify
         server.lengths["0"] += 9
     assert sum(server.drafted[-50:]) >= 48  # a probe or two aside
+
+
+@pytest.mark.parametrize("quality", [0.0, 0.9])
+def test_a_batch_in_which_somebody_always_repeats_still_learns_whether_drafting_pays(quality):
+    server = {"verify": 0.3, "per_token": 0.005, "batch": 16, "repeats": 3, "draft": 0.02 if quality else 0.1}
+    server |= {"chance": lambda c: quality * c, "confidence": lambda rng: rng.random()}
+    plain = Server(**server).rate(cycles=120, fixed=0)
+    assert Server(**server).rate(cycles=120) > plain * (1.03 if quality else 0.97)
 
 
 def test_not_a_number_counts_as_no_confidence():
