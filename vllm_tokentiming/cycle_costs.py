@@ -5,7 +5,7 @@ and slow down by more than the two ways differ, so times are only compared betwe
 tries the other way is held against those just before it. Tokens need no such care. What trying costs is bounded: the
 more speculation loses, the more rarely it is tried.
 
-Owns: :class:`CycleCosts` the estimates of one batch size.
+Owns: :class:`CycleCosts` the estimates of one batch size, :class:`RepeatPrice` those of repeats there.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ _PROBE_LOSS: Final = 0.01
 """Share of the time that trying a speculation that loses may take, at most."""
 _INHERITED: Final = 0.2
 """What was learned at a smaller batch size counts for so much of a larger one's."""
+_LEAST_PRICED: Final = 0.3
+_PRICE_MEMORY: Final = 0.99
 _AVERAGE_MEMORY: Final = 0.998
 _NEW_REQUEST_WEIGHT: Final = 4.0
 """Cycles that a new request is taken for an average one."""
@@ -86,12 +88,59 @@ class VerifyTime:
         self._sums = tuple(old * _TIME_MEMORY + each for old, each in zip(self._sums, new, strict=True))
 
     @property
+    def weight(self) -> float:
+        """Passes that the estimates rest on."""
+        return self._sums[0]
+
+    @property
     def slope(self) -> float:
         """Seconds of one more token."""
         weight, n, v, nn, nv = self._sums
         spread = weight * nn - n * n
         # Without some spread in n, noise in v would make any slope.
         return max(0.0, (weight * nv - n * v) / spread) if spread > 0.05 * nn * weight else 0.0
+
+    def of(self, tokens: int) -> float:
+        """Seconds of a pass with so many tokens; something must have been noted."""
+        weight, n, v, _, _ = self._sums
+        return (v + self.slope * (tokens * weight - n)) / weight
+
+
+class RepeatPrice:
+    """What it costs to verify repeats where nothing is drafted.
+
+    A pass over one more token than a kernel's tile holds can take a third longer, and then many more cost nothing: the
+    price has a part that the first token pays. It is held against the passes just before that verified nothing.
+    """
+
+    def __init__(self) -> None:
+        self._bare: float | None = None
+        self._since_bare = 0
+        self._longer = VerifyTime()
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Take note of a cycle that drafted nothing and proposed so many tokens."""
+        if not tokens:
+            self._bare = seconds if self._bare is None else self._bare + _RECENT_SHARE * (seconds - self._bare)
+            self._since_bare = 0
+        elif self._bare is not None:
+            self._longer.add(tokens, seconds / self._bare - 1.0)
+            self._since_bare += 1
+
+    def pays(self, tokens: int, expected: float) -> bool:
+        """Whether so many proposed tokens are worth verifying.
+
+        Args:
+            tokens: of all requests.
+            expected: how many of them are accepted, for each request of the batch.
+        """
+        if self._bare is None or self._since_bare >= _PROBE_EVERY:
+            return False  # a pass to hold others against
+        if self._longer.weight < _LEAST_PRICED or expected > self._longer.of(tokens):
+            return True
+        # Prices that lead to no purchase grow old.
+        self._longer = self._longer.faded(_PRICE_MEMORY)
+        return False
 
 
 class CycleCosts:
@@ -101,6 +150,7 @@ class CycleCosts:
         self.rate = Rate()
         """Tokens, of cycles with speculation."""
         self.verify = VerifyTime()
+        self.repeats = RepeatPrice()
         self.drafting = Rate()
         """Draft steps."""
         self.drafts = Rate()

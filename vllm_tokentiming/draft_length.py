@@ -257,6 +257,17 @@ class DraftLength:
         cost = costs.rate.value / costs.drafts.value / len(self._cycle.lengths)
         return max(self._drafted.value * acceptance.factor - cost, _LEAST_WORTH)
 
+    def repeats_pay(self, *, tokens: int, expected: float) -> bool:
+        """Whether repeats are worth verifying in a cycle that drafts nothing.
+
+        Args:
+            tokens: that they propose, of all requests.
+            expected: of these, how many are likely to be accepted.
+        """
+        if not self._timed:
+            return True
+        return self._costs_of(self._cycle).repeats.pays(tokens, expected / max(len(self._cycle.lengths), 1))
+
     def chances(self, row: DraftRow, bucket: int) -> tuple[float, float]:
         """Chance that a token of this confidence is accepted, and that of an average next one."""
         if row.acceptance.alone:
@@ -287,6 +298,8 @@ class DraftLength:
         costs.verify.add(batch + cycle.num_proposed, seconds - cycle.draft_seconds)
         if cycle.speculates:
             costs.rate.add(tokens, seconds)
+        elif not cycle.steps:
+            costs.repeats.add(cycle.num_proposed, seconds)
         if cycle.steps:
             costs.drafting.add(cycle.steps, cycle.draft_seconds)
             costs.drafts.add(1.0, cycle.draft_seconds)

@@ -158,6 +158,8 @@ class Pipeline:
     def _propose(self, requests: Sequence[TargetRequest | None], *, allow_rows: bool, speculates: bool) -> Proposals:
         begun = time.perf_counter()
         candidates = self._candidates(requests, allow_rows=allow_rows, speculates=speculates)
+        if not speculates:
+            candidates = self._without_costly_repeats(candidates)
         self._metrics.spent("context", time.perf_counter() - begun)
         if not candidates:
             return Proposals([[] for _ in requests])
@@ -231,6 +233,19 @@ class Pipeline:
             # Warming alone is worth a pass only while a long prompt is being read.
             return [c for c in candidates if len(c.state.context.ids) - c.state.num_stable > 1]
         return candidates
+
+    def _without_costly_repeats(self, candidates: list[_Candidate]) -> list[_Candidate]:
+        """Where nothing is drafted, repeats pay for the pass that verifies them, or go; those of a seed always stay."""
+        if self._length is None or self._repeats is None:
+            return candidates
+        free = [c.repeat for c in candidates if c.repeat is not None and not c.state.acceptance.alone]
+        tokens = sum(len(repeat.ids_in_target_vocab) for repeat in free)
+        expected = sum(self._repeats.expected(repeat, alone=False) for repeat in free)
+        if not free or self._length.repeats_pay(tokens=tokens, expected=expected):
+            return candidates
+        for _ in free:
+            self._metrics.silent("not_worthwhile")
+        return [c for c in candidates if c.repeat is None or c.state.acceptance.alone]
 
     def _most_steps(self, max_proposal: int) -> int:
         # A fixed length is fixed at the end of a request, too.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_tokentiming.cycle_costs import CycleCosts
+from vllm_tokentiming.cycle_costs import CycleCosts, RepeatPrice
 
 
 def cycle(costs, *, tokens, spec_seconds, plain_seconds):
@@ -69,3 +69,38 @@ def test_a_late_outlier_is_left_out_once_and_then_believed():
         cycle(costs, tokens=2, spec_seconds=1.5, plain_seconds=1.0)
     assert costs.is_odd(seconds=20.0, speculates=True)
     assert not costs.is_odd(seconds=20.0, speculates=True)
+
+
+def test_the_price_of_repeats_is_that_of_their_first_token_and_of_each():
+    price = RepeatPrice()
+    assert not price.pays(8, expected=8.0)  # there is nothing to hold it against
+    price.add(0, 1.0)
+    assert price.pays(8, expected=0.0)  # what it costs has to be seen
+    for speed in (1.0, 2.0):  # neighbours count, not times
+        for tokens in (4, 8, 16):
+            for _ in range(20):
+                price.add(0, speed)
+            price.add(tokens, speed * (1.3 + 0.01 * tokens))
+    assert price.pays(8, expected=0.39)
+    assert not price.pays(8, expected=0.37)
+    assert not price.pays(16, expected=0.45)
+
+
+def test_a_price_that_nobody_pays_is_asked_again():
+    price = RepeatPrice()
+    price.add(0, 1.0)
+    price.add(8, 1.5)
+    refused = 0
+    while not price.pays(8, expected=0.1):
+        refused += 1
+    assert 100 < refused < 200
+
+
+def test_now_and_then_a_pass_verifies_nothing_even_where_repeats_pay():
+    price = RepeatPrice()
+    refused = 0
+    for _ in range(200):
+        paid = price.pays(8, expected=4.0)
+        refused += not paid
+        price.add(8 if paid else 0, 1.1 if paid else 1.0)
+    assert 2 <= refused <= 5

@@ -13,11 +13,12 @@ class Server:
     """Verifies in ``verify`` seconds plus ``per_token`` for each token, drafts a token in ``draft`` seconds.
 
     ``chance`` maps a draft's confidence to the chance that its token is accepted. In every cycle ``repeats`` requests
-    propose three tokens of their own text besides, of which one is accepted.
+    propose three tokens of their own text besides, of which one is accepted. Any proposal costs ``tile`` seconds.
     """
 
-    def __init__(self, *, draft, chance, confidence, verify=0.15, per_token=0.0, batch=1, seed=0, repeats=0):
-        self.draft, self.chance, self.confidence, self.repeats = draft, chance, confidence, repeats
+    def __init__(self, *, draft, chance, confidence, verify=0.15, per_token=0.0, batch=1, seed=0, repeats=0, tile=0.0):
+        self.draft, self.chance, self.confidence = draft, chance, confidence
+        self.repeats, self.tile = repeats, tile
         self.verify, self.per_token, self.batch = verify, per_token, batch
         self.rng = random.Random(seed)
         self.now, self.tokens = 0.0, 0
@@ -43,16 +44,19 @@ class Server:
                     values[place].append(confidence[place])
         self.drafted.append(pace.steps)
         self.now += pace.steps * self.draft
-        proposed = sum(map(len, values)) + 3 * self.repeats
+        repeats = self.repeats
+        if fixed is None and not speculates and not length.repeats_pay(tokens=3 * repeats, expected=repeats):
+            repeats = 0
+        proposed = sum(map(len, values)) + 3 * repeats
         length.end_cycle(self.now, num_proposed=proposed)
-        self.now += self.verify + self.per_token * (self.batch + proposed)
+        self.now += self.verify + self.per_token * (self.batch + proposed) + (self.tile if proposed else 0.0)
         for place, request in enumerate(self.lengths):
             accepted = 0
             while accepted < len(values[place]) and self.rng.random() < self.chance(values[place][accepted]):
                 accepted += 1
             if values[place]:
                 length.observe_row(rows[place], accepted_tokens=accepted, num_proposed=len(values[place]))
-            made = accepted + 1 + (place < self.repeats)
+            made = accepted + 1 + (place < repeats)
             self.lengths[request] += made
             self.tokens += made
 
@@ -274,6 +278,14 @@ def test_a_batch_in_which_somebody_always_repeats_still_learns_whether_drafting_
     server |= {"chance": lambda c: quality * c, "confidence": lambda rng: rng.random()}
     plain = Server(**server).rate(cycles=120, fixed=0)
     assert Server(**server).rate(cycles=120) > plain * (1.03 if quality else 0.97)
+
+
+@pytest.mark.parametrize(("tile", "repeats"), [(0.1, 1), (0.1, 12), (0.0, 1)], ids=["dear", "many", "cheap"])
+def test_repeats_of_a_batch_are_proposed_where_they_pay_for_verifying_them(tile, repeats):
+    server = {"verify": 0.3, "per_token": 0.001, "batch": 16, "tile": tile, "draft": 0.1}
+    server |= {"chance": lambda _: 0.0, "confidence": lambda rng: rng.random()}
+    with_all, without = (Server(**server, repeats=n).rate(cycles=300, fixed=0) for n in (repeats, 0))
+    assert Server(**server, repeats=repeats).rate(cycles=300) > 0.97 * max(with_all, without)
 
 
 def test_not_a_number_counts_as_no_confidence():
