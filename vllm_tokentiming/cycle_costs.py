@@ -36,7 +36,7 @@ _SPECULATIVE_PROBE: Final = 4
 _PROBE_LOSS: Final = 0.01
 """Share of the time that trying a speculation that loses may take, at most."""
 _INHERITED: Final = 0.2
-"""What was learned at a smaller batch size counts for so much of a larger one's."""
+"""What was learned at one batch size counts for so much at another."""
 _LEAST_PRICED: Final = 0.3
 _PRICE_MEMORY: Final = 0.99
 _AVERAGE_MEMORY: Final = 0.998
@@ -174,13 +174,17 @@ class CycleCosts:
         """Passes that the last try of speculation took, less the tokens that it made for each request."""
         self._was_better = True
 
-    def of_larger_batch(self) -> CycleCosts:
-        """What is known of a larger batch before it was seen: where verifying costs more, what loses here loses too."""
+    def of_another_batch(self, *, larger: bool) -> CycleCosts:
+        """What is known of a batch size before it was seen: about the same times, until it shows its own.
+
+        Args:
+            larger: verifying costs more there, so what loses here loses there too.
+        """
         costs = CycleCosts()
         costs.rate, costs.verify = self.rate.faded(_INHERITED), self.verify.faded(_INHERITED)
         costs.drafting, costs.drafts = self.drafting.faded(_INHERITED), self.drafts.faded(_INHERITED)
         costs._average_gain = self._average_gain.faded(_INHERITED)
-        if not self.better():
+        if larger and not self.better():
             costs._gain, costs._slowdown = self._gain.faded(_INHERITED), self._slowdown.faded(_INHERITED)
             costs._plain_gain = self._plain_gain.faded(_INHERITED)
             costs._pairs = _CONFIRMED

@@ -314,8 +314,11 @@ class DraftLength:
         size, samples = max(len(cycle.lengths), 1).bit_length(), cycle.samples
         if (size, samples) not in self._costs:
             # Sampled requests gain less than greedy ones, so what loses for these loses for those too.
-            smaller = [(bits, samples) for bits in range(size - 1, 0, -1)]
-            smaller += [(bits, False) for bits in range(size, 0, -1)] if samples else []
-            known = next((self._costs[key] for key in smaller if key in self._costs), None)
-            self._costs[size, samples] = known.of_larger_batch() if known else CycleCosts()
+            known = [(bits, samples) for bits in range(size - 1, 0, -1)]
+            known += [(bits, False) for bits in range(size, 0, -1)] if samples else []
+            known += sorted(key for key in self._costs if key[0] > size)
+            like = next((key for key in known if key in self._costs), None)
+            self._costs[size, samples] = (
+                CycleCosts() if like is None else self._costs[like].of_another_batch(larger=size >= like[0])
+            )
         return self._costs[size, samples]

@@ -40,16 +40,23 @@ def test_what_lost_at_a_smaller_size_is_not_begun_with_at_a_larger_one():
     smaller = CycleCosts()
     for _ in range(100):
         cycle(smaller, tokens=1, spec_seconds=1.5, plain_seconds=1.0)
-    larger = smaller.of_larger_batch()
+    larger = smaller.of_another_batch(larger=True)
     assert not any(cycle(larger, tokens=1, spec_seconds=1.5, plain_seconds=1.0) for _ in range(15))
     assert any(cycle(larger, tokens=3, spec_seconds=1.5, plain_seconds=1.0) for _ in range(15))
+
+
+def test_what_lost_at_a_larger_size_may_pay_at_a_smaller_one():
+    larger = CycleCosts()
+    for _ in range(100):
+        cycle(larger, tokens=1, spec_seconds=1.5, plain_seconds=1.0)
+    assert larger.of_another_batch(larger=False).choose() == (True, False)
 
 
 def test_what_pays_at_a_smaller_size_is_begun_with_at_a_larger_one():
     smaller = CycleCosts()
     for _ in range(100):
         cycle(smaller, tokens=2, spec_seconds=1.5, plain_seconds=1.0)
-    assert smaller.of_larger_batch().choose() == (True, False)
+    assert smaller.of_another_batch(larger=True).choose() == (True, False)
 
 
 def test_what_cannot_be_confirmed_is_not_waited_for():
