@@ -163,7 +163,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         for engine in engines:
             # Long enough that every kernel shape of the run has been seen.
             for size in arguments.batch:
-                engine.measure([prompts[0].text] * size, _sampling(arguments.temperatures[0], 32))
+                for temperature in arguments.temperatures:
+                    engine.measure([prompts[0].text] * size, _sampling(temperature, 32))
         turns = [(size, batch) for size in arguments.batch for batch in batches(prompts, size)]
         for turn, (size, batch) in enumerate(turns):
             for temperature in arguments.temperatures:

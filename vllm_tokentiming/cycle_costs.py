@@ -3,7 +3,7 @@
 Speculation as a whole is a choice between two ways to run, of which the loser is tried now and then. Machines speed up
 and slow down by more than the two ways differ, so times are only compared between neighbouring cycles: a cycle that
 tries the other way is held against those just before it. Tokens need no such care. What trying costs is bounded: the
-more speculation loses, the more rarely it is tried.
+further apart the two ways are, the more rarely the worse one is tried; where they are close it is tried often.
 
 Owns: :class:`CycleCosts` the estimates of one batch size, :class:`RepeatPrice` those of repeats there.
 """
@@ -25,16 +25,18 @@ _OUTLIER: Final = 4.0
 _COLD_CYCLES: Final = 2
 """Of speculation at a batch size: what they find uncompiled or unread makes them slow, and the rest should not pay."""
 _FIRST_PROBE: Final = 8
+"""Cycles; doubled from try to try."""
 _FIRST_EVIDENCE: Final = 6.0
 """Cycles of a request after which the first probe is due: many requests show sooner what speculation brings."""
-_PROBE_EVERY: Final = 64
 _FIRST_SPECULATIVE_PROBE: Final = 16
 """After speculation has lost: sooner, for it is the likelier one to have been misjudged on little evidence."""
 _LONGEST_PROBE_INTERVAL: Final = 512
 _SPECULATIVE_PROBE: Final = 4
 """Cycles of speculation in a row that try it where it has lost; the first one has to read what the draft missed."""
 _PROBE_LOSS: Final = 0.01
-"""Share of the time that trying a speculation that loses may take, at most."""
+"""Share of the time that trying the worse way may take, at most."""
+_BARE_EVERY: Final = 64
+"""Passes that verify repeats, until one is taken to hold them against."""
 _INHERITED: Final = 0.2
 """What was learned at one batch size counts for so much at another."""
 _LEAST_PRICED: Final = 0.3
@@ -134,7 +136,7 @@ class RepeatPrice:
             tokens: of all requests.
             expected: how many of them are accepted, for each request of the batch.
         """
-        if self._bare is None or self._since_bare >= _PROBE_EVERY:
+        if self._bare is None or self._since_bare >= _BARE_EVERY:
             return False  # a pass to hold others against
         if self._longer.weight < _LEAST_PRICED or expected > self._longer.of(tokens):
             return True
@@ -166,12 +168,12 @@ class CycleCosts:
         """Seconds of the last cycles of each way."""
         self._pairs = self._confirming = 0
         self._cold = _COLD_CYCLES
-        self._interval = _PROBE_EVERY
+        self._interval = _FIRST_PROBE
         self._wait, self._waited = _FIRST_PROBE, 0
         """Cycles between the last probe and the next one, and how many of these have passed."""
         self._probing = 0
         self._lost = 0.0
-        """Passes that the last try of speculation took, less the tokens that it made for each request."""
+        """Of the last try: tokens for each request that the other way would have made in the time, less those made."""
         self._was_better = True
 
     def of_another_batch(self, *, larger: bool) -> CycleCosts:
@@ -214,7 +216,7 @@ class CycleCosts:
             return False, True
         if better != self._was_better:
             self._was_better, self._lost = better, 0.0
-            self._interval = self._wait = _PROBE_EVERY if better else _FIRST_SPECULATIVE_PROBE
+            self._interval = self._wait = _FIRST_PROBE if better else _FIRST_SPECULATIVE_PROBE
             self._waited = 0
         self._waited += 1
         if self._waited < self._wait or self._lost > _PROBE_LOSS * self._waited:
@@ -260,7 +262,7 @@ class CycleCosts:
         if is_probe and other is not None:
             self._pairs += 1
             self._slowdown.add(*((seconds, other) if speculates else (other, seconds)))
-            if speculates:
-                self._lost += seconds / other * self._tokens_of_a_pass - tokens / batch
+            others_tokens = self._tokens_of_a_pass if speculates else self._gain.value
+            self._lost += seconds / other * others_tokens - tokens / batch
         usual = self._recent.get(speculates, seconds)
         self._recent[speculates] = usual + _RECENT_SHARE * (seconds - usual)
