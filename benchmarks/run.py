@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -162,9 +163,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             print(f"{system.name}: ready after {engines[-1].start_seconds:.0f} s", flush=True)
         for engine in engines:
             # Long enough that every kernel shape of the run has been seen.
-            for size in arguments.batch:
-                for temperature in arguments.temperatures:
-                    engine.measure([prompts[0].text] * size, _sampling(temperature, 32))
+            for size, temperature in itertools.product(arguments.batch, arguments.temperatures):
+                engine.measure([prompts[0].text] * size, _sampling(temperature, 32))
         turns = [(size, batch) for size in arguments.batch for batch in batches(prompts, size)]
         for turn, (size, batch) in enumerate(turns):
             for temperature in arguments.temperatures:
