@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 import torch
-from vllm.config import CompilationMode, CUDAGraphMode, LoadConfig, ModelConfig, ParallelConfig, VllmConfig
+from vllm.config import CacheConfig, CompilationMode, CUDAGraphMode, LoadConfig, ModelConfig, ParallelConfig, VllmConfig
 from vllm.config.utils import replace
 
 from vllm_tokentiming.config import TokenTimingConfig
@@ -50,7 +50,7 @@ def make_draft_vllm_config(target: VllmConfig, options: TokenTimingConfig) -> Vl
         model_config=model_config,
         quant_config=None,
         compilation_config=compilation_config,
-        cache_config=replace(target.cache_config),
+        cache_config=_own_cache_config(target.cache_config),
         parallel_config=_whole_on_each_rank(target.parallel_config),
         speculative_config=None,
         lora_config=None,
@@ -58,6 +58,13 @@ def make_draft_vllm_config(target: VllmConfig, options: TokenTimingConfig) -> Vl
         kv_events_config=None,
         additional_config={},
     )
+
+
+def _own_cache_config(target: CacheConfig) -> CacheConfig:
+    own = replace(target)
+    # A copy takes the default block size for the user's choice, and keeps one that the draft's kernels may not take.
+    own.user_specified_block_size = target.user_specified_block_size
+    return own
 
 
 def _whole_on_each_rank(target: ParallelConfig) -> ParallelConfig:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, UniformTypeKVCacheSpecs
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache, bind_kv_cache, prepare_kernel_block_sizes
@@ -75,6 +76,8 @@ def allocate_draft_kv_cache(config: VllmConfig, *, device: torch.device, memory:
         ConfigError: the budget does not hold one block.
     """
     layers = get_layers_from_vllm_config(config, AttentionLayerBase)
+    # As vLLM's executors do once a model is loaded: only its layers know which block sizes their kernels take.
+    current_platform.update_block_size_for_backend(config)
     specs: dict[str, KVCacheSpec] = {}
     for name, layer in layers.items():
         spec = layer.get_kv_cache_spec(config)
