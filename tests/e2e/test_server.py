@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -75,8 +74,9 @@ def test_the_cases_are_what_they_are_called(reference):
     assert expected["to the longest length"].usage["total_tokens"] == MAX_MODEL_LEN
     assert len(expected["logprobs"].logprobs) == expected["logprobs"].usage["completion_tokens"] == 24
     assert expected["ignore_eos"].usage["completion_tokens"] == 40
-    assert isinstance(json.loads(expected["tool named"].text.removeprefix("set_mode")), dict)
-    assert "set_mode" in expected["tool required"].text
+    # What a tiny model fills in is no call that anybody would make, but it is one.
+    assert expected["tool named"].text.startswith("set_mode")
+    assert not expected["tool auto"].text.startswith("set_mode")
 
 
 async def test_many_at_once_that_end_at_different_times(server, reference):
