@@ -59,11 +59,6 @@ class Rate:
         self.count = self.count * self.memory + count
         self.seconds = self.seconds * self.memory + seconds
 
-    def fade(self, share: float) -> None:
-        """Let what was noted count for less."""
-        self.count *= share
-        self.seconds *= share
-
     def faded(self, share: float) -> Rate:
         """The same, for which what was noted counts for less."""
         return Rate(count=self.count * share, seconds=self.seconds * share, memory=self.memory)
@@ -225,11 +220,11 @@ class CycleCosts:
         self._wait, self._waited, self._lost = self._interval, 0, 0.0
         self._interval = min(2 * self._interval, _LONGEST_PROBE_INTERVAL)
         # What it was like long ago counts for less.
-        self._slowdown.fade(_OLD_EVIDENCE)
+        self._slowdown = self._slowdown.faded(_OLD_EVIDENCE)
         if better:
             self._pairs = self._confirming = 0
         else:
-            self._gain.fade(_OLD_EVIDENCE)
+            self._gain = self._gain.faded(_OLD_EVIDENCE)
             self._probing = _SPECULATIVE_PROBE - 1
         return not better, True
 
