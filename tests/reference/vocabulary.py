@@ -103,6 +103,7 @@ TINY = {
     "unigram": lambda: sentencepiece(unigram=True, dummy_prefix=False),
 }
 REAL = ["llama2", "llama3", "gemma3", "qwen3", "gpt4o", "gptoss", "deepseek_v3", "claude"]
+REAL += ["smollm2-135m-instruct", "qwen2.5-coder-0.5b-instruct"]  # folders of models
 
 
 @functools.cache
