@@ -114,6 +114,7 @@ def vllm_engine(folder: Path, *, max_num_seqs: int = 8, **options: Any) -> Itera
     ).create_engine_config()
     with set_current_vllm_config(config):
         start_distributed()
+        options = {"draft_quantization": None, **options}
         yield VllmDraftEngine(config, TokenTimingConfig(draft_model=str(folder), **options))
 
 

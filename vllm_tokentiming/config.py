@@ -44,9 +44,9 @@ class TokenTimingConfig:
     draft_revision: str | None = _option(None, "Hub revision of the draft model and its tokenizer")
     draft_dtype: DraftDtype = _option("auto", "dtype of the draft's weights; auto: the target's")
     draft_quantization: str | None = _option(
-        None,
-        "int8: 8-bit weights and activations, made from the draft once and cached; else a vLLM quantization method; "
-        "default: as its config says",
+        "auto",
+        "int8: 8-bit weights and activations, made from the draft once and cached; auto: that on CPUs that gain by it, "
+        "where the draft is bfloat16 and allows it; null: as its config says; else a vLLM quantization method",
     )
     draft_trust_remote_code: bool = _option(False, "run code that the draft's repository brings")
     draft_max_model_len: int | None = _option(

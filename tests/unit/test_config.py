@@ -34,7 +34,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "draft_tokenizer": None,
         "draft_revision": None,
         "draft_dtype": "auto",
-        "draft_quantization": None,
+        "draft_quantization": "auto",
         "draft_trust_remote_code": False,
         "draft_max_model_len": None,
         "draft_kv_cache_memory": None,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
+
 import pytest
+import torch
 
 from vllm_tokentiming import TokenTimingConfig
 from vllm_tokentiming.tiny_pair import tiny_pair
@@ -10,18 +14,75 @@ from vllm_tokentiming.tiny_pair import tiny_pair
 pytest.importorskip("vllm")
 
 
-@pytest.mark.parametrize("chosen", [None, 64])
-def test_a_block_size_that_nobody_chose_is_left_to_the_drafts_kernels(monkeypatch, chosen):
+@pytest.fixture(autouse=True)
+def places(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("VLLM_TOKENTIMING_CACHE", str(tmp_path / "cache"))
+
+
+def draft_config(*, target=None, **options):
+    """The draft's config, and the target's that it was made of."""
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_tokentiming.engine.vllm_config import make_draft_vllm_config
 
-    arguments = {} if chosen is None else {"block_size": chosen}
-    target = EngineArgs(
-        model=str(tiny_pair().target), dtype="float32", enforce_eager=True, max_model_len=256, **arguments
-    ).create_engine_config()
-    draft = make_draft_vllm_config(target, TokenTimingConfig(draft_model=str(tiny_pair().draft)))
+    arguments = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, **(target or {})}
+    config = EngineArgs(model=str(tiny_pair().target), **arguments).create_engine_config()
+    chosen = TokenTimingConfig(**{"draft_model": str(tiny_pair().draft), **options})
+    return make_draft_vllm_config(config, chosen), config
+
+
+@pytest.mark.parametrize("chosen", [None, 64])
+def test_a_block_size_that_nobody_chose_is_left_to_the_drafts_kernels(chosen):
+    draft, target = draft_config(target={} if chosen is None else {"block_size": chosen})
     assert draft.cache_config is not target.cache_config
     assert draft.cache_config.block_size == target.cache_config.block_size
     assert draft.cache_config.user_specified_block_size == (chosen is not None)
+
+
+@pytest.fixture
+def vnni(monkeypatch):
+    """A CPU on which int8 was found to be faster."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_vnni": True})
+
+
+BFLOAT16 = {"dtype": "bfloat16"}
+
+
+def test_a_bfloat16_draft_on_a_cpu_that_gains_by_it_becomes_int8(vnni, tmp_path):
+    draft, _ = draft_config(target=BFLOAT16)
+    assert draft.model_config.quantization == "compressed-tensors"
+    assert draft.model_config.model.startswith(str(tmp_path / "cache"))
+    assert draft.model_config.tokenizer == str(tiny_pair().draft)
+
+
+@pytest.mark.parametrize(
+    ("target", "options"),
+    [
+        ({"dtype": "float32"}, {}),
+        (BFLOAT16, {"draft_dtype": "float32"}),
+        (BFLOAT16, {"draft_quantization": None}),
+    ],
+    ids=["float32", "float32 draft", "null"],
+)
+def test_other_drafts_stay_as_they_are(vnni, tmp_path, target, options):
+    draft, _ = draft_config(target=target, **options)
+    assert draft.model_config.quantization is None
+    assert draft.model_config.model == str(tiny_pair().draft)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_on_other_cpus_it_must_be_asked_for(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
+    assert draft_config(target=BFLOAT16)[0].model_config.quantization is None
+    asked, _ = draft_config(target=BFLOAT16, draft_quantization="int8")
+    assert asked.model_config.quantization == "compressed-tensors"
+
+
+def test_a_draft_without_safetensors_stays_as_it_is_and_the_log_says_so(vnni, tmp_path, caplog):
+    folder = shutil.copytree(tiny_pair().draft, tmp_path / "draft")
+    (folder / "model.safetensors").rename(folder / "model.bin")
+    with caplog.at_level(logging.INFO, logger="vllm_tokentiming"):
+        draft, _ = draft_config(target=BFLOAT16, draft_model=str(folder))
+    assert draft.model_config.quantization is None
+    assert "keeps its weights as they are" in caplog.text

@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 INT8: Final = "int8"
 """The value of ``draft_quantization`` that asks for this."""
 
+AUTO: Final = "auto"
+"""The value that asks for it where it is likely to make drafting faster, and can be had."""
+
 CACHE_VARIABLE: Final = "VLLM_TOKENTIMING_CACHE"
 """Names the cache folder; default: ``vllm-tokentiming`` in ``XDG_CACHE_HOME``, else in ``~/.cache``."""
 

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from vllm_tokentiming.config import TokenTimingConfig
+from vllm_tokentiming.engine.int8_checkpoint import AUTO
 from vllm_tokentiming.engine.interface import DraftedTokens, DraftRequest, Silence, StopRule
 from vllm_tokentiming.engine.sampler import DraftSampler, confidence
 from vllm_tokentiming.errors import ConfigError, DraftCacheExhaustedError, DraftEngineError, UnsupportedModelError
@@ -109,7 +110,7 @@ class TransformersDraftEngine:
             ConfigError: it cannot be loaded, or an option asks for what this engine cannot do.
             UnsupportedModelError: it can be loaded, but not serve as a draft.
         """
-        if options.draft_quantization is not None:
+        if options.draft_quantization not in (None, AUTO):
             raise ConfigError(
                 f"draft_quantization is {options.draft_quantization!r} with engine='transformers', which takes the "
                 "weights as they are. Leave it out, or use engine='vllm'."

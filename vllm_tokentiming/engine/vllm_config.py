@@ -11,7 +11,7 @@ from vllm.config import CacheConfig, CompilationMode, CUDAGraphMode, LoadConfig,
 from vllm.config.utils import replace
 
 from vllm_tokentiming.config import TokenTimingConfig
-from vllm_tokentiming.engine.int8_checkpoint import INT8, int8_checkpoint, require_not_quantized
+from vllm_tokentiming.engine.int8_checkpoint import AUTO, INT8, int8_checkpoint, require_not_quantized
 from vllm_tokentiming.errors import ConfigError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ def make_draft_vllm_config(target: VllmConfig, options: TokenTimingConfig) -> Vl
     """A config like the target's, with the draft as its model.
 
     The compilation config is rebuilt, so its ``static_forward_context`` is empty: the draft's layers stay out of the
-    target's KV cache spec. With ``draft_quantization='int8'`` the int8 weights are made here, once.
+    target's KV cache spec. Where the draft is to have int8 weights, they are made here, once.
 
     Raises:
         ConfigError: vLLM cannot build a model config for the draft (no such path, no architecture it knows, …), or its
@@ -29,10 +29,10 @@ def make_draft_vllm_config(target: VllmConfig, options: TokenTimingConfig) -> Vl
         UnsupportedModelError: it can, but the model does not generate text.
     """
     model_config = draft_model_config(target.model_config, options)
-    if options.draft_quantization == INT8:
+    if (folder := _int8_folder(target, model_config, options)) is not None:
         options = dataclasses.replace(
             options,
-            draft_model=str(int8_checkpoint(_local_folder(options, target.load_config))),
+            draft_model=str(folder),
             draft_tokenizer=options.draft_tokenizer or options.draft_model,
             draft_revision=None,
             draft_quantization=None,
@@ -91,7 +91,7 @@ def draft_model_config(target: ModelConfig, options: TokenTimingConfig) -> Model
             tokenizer_revision=options.draft_revision,
             dtype=target.dtype if options.draft_dtype == "auto" else options.draft_dtype,
             # Int8 weights are a checkpoint of their own, whose format vLLM detects.
-            quantization=None if options.draft_quantization == INT8 else options.draft_quantization,
+            quantization=None if options.draft_quantization in (AUTO, INT8) else options.draft_quantization,
             trust_remote_code=options.draft_trust_remote_code,
             max_model_len=options.draft_max_model_len,
             seed=target.seed,
@@ -117,6 +117,26 @@ def draft_model_config(target: ModelConfig, options: TokenTimingConfig) -> Model
                 "Required: bfloat16. Set draft_dtype to 'bfloat16'."
             )
     return model_config
+
+
+def _int8_folder(target: VllmConfig, model_config: ModelConfig, options: TokenTimingConfig) -> Path | None:
+    """Where the draft's int8 weights are; None where it runs with those that it has."""
+    if options.draft_quantization == INT8:
+        return int8_checkpoint(_local_folder(options, target.load_config))
+    if (
+        options.draft_quantization != AUTO
+        or target.device_config.device_type != "cpu"
+        # Elsewhere it was not measured, and may be slower than bfloat16.
+        or not torch.cpu.get_capabilities().get("avx512_vnni")
+        or model_config.dtype != torch.bfloat16
+        or model_config.quantization is not None
+    ):
+        return None
+    try:
+        return int8_checkpoint(_local_folder(options, target.load_config))
+    except ConfigError as error:
+        logger.info("the draft keeps its weights as they are, since they cannot be made int8: %s", error)
+        return None
 
 
 def _local_folder(options: TokenTimingConfig, load: LoadConfig) -> Path:
