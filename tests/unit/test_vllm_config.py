@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 
@@ -77,6 +78,13 @@ def test_on_other_cpus_it_must_be_asked_for(monkeypatch):
     assert draft_config(target=BFLOAT16)[0].model_config.quantization is None
     asked, _ = draft_config(target=BFLOAT16, draft_quantization="int8")
     assert asked.model_config.quantization == "compressed-tensors"
+
+
+def test_an_architecture_of_which_none_was_run_must_be_asked_for(vnni, tmp_path):
+    folder = shutil.copytree(tiny_pair().draft, tmp_path / "draft")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["MistralForCausalLM"]}))
+    assert draft_config(target=BFLOAT16, draft_model=str(folder))[0].model_config.quantization is None
 
 
 def test_a_draft_without_safetensors_stays_as_it_is_and_the_log_says_so(vnni, tmp_path, caplog):

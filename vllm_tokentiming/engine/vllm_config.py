@@ -16,6 +16,9 @@ from vllm_tokentiming.errors import ConfigError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
+_RUN_AS_INT8 = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Gemma3ForCausalLM"})
+"""Architectures of which int8 drafts have been run; others get int8 where it is asked for."""
+
 
 def make_draft_vllm_config(target: VllmConfig, options: TokenTimingConfig) -> VllmConfig:
     """A config like the target's, with the draft as its model.
@@ -130,6 +133,7 @@ def _int8_folder(target: VllmConfig, model_config: ModelConfig, options: TokenTi
         or not torch.cpu.get_capabilities().get("avx512_vnni")
         or model_config.dtype != torch.bfloat16
         or model_config.quantization is not None
+        or not _RUN_AS_INT8.intersection(model_config.architectures)
     ):
         return None
     try:
