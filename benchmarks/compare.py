@@ -1,6 +1,7 @@
 """Tables from result files: ``python -m benchmarks.compare FILE.json [PART2.json ...] [--baseline NAME]``.
 
-Several files are the parts of one run (``benchmarks.run --skip``).
+Several files are the parts of one run: other prompts (``benchmarks.run --skip``), or other systems on the same prompts,
+where the machine has no room for all at once. Systems that did not run side by side saw the machine at different times.
 """
 
 from __future__ import annotations
@@ -20,21 +21,24 @@ def merge(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One document with the records of all parts of a run.
 
     Raises:
-        ValueError: parts that ran other systems or other settings.
+        ValueError: parts that ran with other settings, or other prompts through other systems.
     """
 
     def setting(document: dict[str, Any]) -> dict[str, Any]:
-        settings = {k: v for k, v in document["settings"].items() if k not in ("output", "skip")}
-        return {"systems": [system["name"] for system in document["systems"]], **settings}
+        return {k: v for k, v in document["settings"].items() if k not in ("output", "skip", "systems")}
 
     first, *others = documents
+    systems = {system["name"]: system for document in documents for system in document["systems"]}
     for other in others:
         differing = [k for k in setting(first) if setting(first)[k] != setting(other).get(k)]
+        if {system["name"] for system in other["systems"]} != systems.keys():
+            differing += ["skip"] if first["settings"].get("skip") != other["settings"].get("skip") else []
         if differing:
             raise ValueError(
                 f"these are no parts of one run, they differ in {', '.join(differing)}; compare them one by one"
             )
-    return {**first, "records": [record for document in documents for record in document["records"]]}
+    records = [record for document in documents for record in document["records"]]
+    return {**first, "systems": list(systems.values()), "records": records}
 
 
 def speed_ups(document: dict[str, Any], *, baseline: str) -> dict[tuple[float, str], dict[str, list[float]]]:

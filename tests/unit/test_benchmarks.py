@@ -101,8 +101,8 @@ def test_time_shares_add_up():
     assert shares({"records": [one, one]})[0.0] == {"cycles": 4, "tokens": 10, **dict.fromkeys(PARTS, 1.0)}
 
 
-def part(*records, **settings):
-    return {"systems": [{"name": "none"}], "settings": {"per_task": 12, **settings}, "records": list(records)}
+def part(*records, system="none", **settings):
+    return {"systems": [{"name": system}], "settings": {"per_task": 12, **settings}, "records": list(records)}
 
 
 def test_parts_of_a_run_make_one_document():
@@ -111,9 +111,18 @@ def test_parts_of_a_run_make_one_document():
     assert merged["records"] == [one, two]
 
 
+def test_systems_that_ran_one_after_the_other_make_one_document():
+    one, two = (record(system, 0.0, question=1, seconds=1.0) for system in ("none", "ours"))
+    merged = merge([part(one, skip=0), part(two, system="ours", skip=0)])
+    assert merged["records"] == [one, two]
+    assert [system["name"] for system in merged["systems"]] == ["none", "ours"]
+
+
 def test_parts_with_other_settings_are_refused():
     with pytest.raises(ValueError, match="differ in max_tokens"):
         merge([part(max_tokens=64), part(max_tokens=128)])
+    with pytest.raises(ValueError, match="differ in skip"):
+        merge([part(skip=0), part(system="ours", skip=6)])
 
 
 def test_prompts_of_a_length_do_not_overlap_and_take_turns():
