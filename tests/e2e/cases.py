@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from e2e.serving import MODEL
@@ -18,8 +19,11 @@ PROMPTS = (
     "The naïve café — “quoted” 你好",
     "x",
 )
-TOOL_ARGUMENTS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-"""What a server needs for the cases with tools."""
+CHAT_ARGUMENTS = [
+    "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+    "--reasoning-parser", "comma", "--reasoning-parser-plugin", str(Path(__file__).with_name("thinking_parser.py")),
+]  # fmt: skip
+"""What a server needs for the cases with tools and with thinking."""
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -33,6 +37,7 @@ TOOL: dict[str, Any] = {
         },
     },
 }
+FORM = r" ?(yes|no): [a-z ]{8,30}\."
 LONG_PROMPT = "Return a list of the names in the archive. " * 24
 
 
@@ -92,11 +97,19 @@ def _cases() -> dict[str, Case]:
         cases[f"tool {name}"] = Case(
             PROMPTS[3], chat=True, parameters={"max_tokens": 64, "tools": [TOOL], "tool_choice": choice}
         )
+    for number, ask in enumerate((*PROMPTS, "Why?", "List the names.")):
+        for name, further in (
+            ("thinking", {}),
+            ("thinking, then a form", {"structured_outputs": {"regex": FORM}}),
+        ):
+            body = {"chat_template_kwargs": {"thinking": True}, **further}
+            cases[f"{name} {number}"] = Case(ask, chat=True, parameters={"max_tokens": 100, "extra_body": body})
     return cases
 
 
 CASES = _cases()
 STOPPING = tuple(name for name in CASES if "stop" in name)
+THINKING = tuple(name for name in CASES if "thinking" in name)
 
 
 @dataclass(frozen=True)
@@ -109,6 +122,7 @@ class Answer:
     usage: dict[str, int]
     tokens: tuple[str, ...] = ()
     logprobs: tuple[float, ...] = ()
+    reasoning: str = ""
 
 
 def client_of(url: str) -> AsyncOpenAI:
@@ -159,13 +173,14 @@ async def ask_all(url: str, *, stream: bool, at_once: int = 8) -> dict[str, Answ
 
 
 def _answer(choices: list[Any], usage: Any, *, chat: bool) -> Answer:
-    texts, tokens, logprobs, finish, stop = [], [], [], None, None
+    texts, reasoning, tokens, logprobs, finish, stop = [], [], [], [], None, None
     for choice in choices:
         if not chat:
             texts.append(choice.text)
         else:
             message = choice.message if hasattr(choice, "message") else choice.delta
             texts.append(message.content or "")
+            reasoning.append(getattr(message, "reasoning", None) or "")
             # In a stream the name comes first and the arguments piece by piece.
             texts += [(call.function.name or "") + (call.function.arguments or "") for call in message.tool_calls or ()]
         if choice.logprobs is not None and chat:
@@ -177,4 +192,4 @@ def _answer(choices: list[Any], usage: Any, *, chat: bool) -> Answer:
         finish = choice.finish_reason or finish
         stop = getattr(choice, "stop_reason", None) or stop
     counts = {key: getattr(usage, key) for key in ("prompt_tokens", "completion_tokens", "total_tokens")}
-    return Answer("".join(texts), finish, stop, counts, tuple(tokens), tuple(logprobs))
+    return Answer("".join(texts), finish, stop, counts, tuple(tokens), tuple(logprobs), "".join(reasoning))

@@ -8,11 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from e2e.cases import CASES, PROMPTS, STOPPING, TOOL_ARGUMENTS, Answer, Case, ask, ask_all, client_of, create
+from e2e.cases import (
+    CASES,
+    CHAT_ARGUMENTS,
+    FORM,
+    PROMPTS,
+    STOPPING,
+    THINKING,
+    Answer,
+    Case,
+    ask,
+    ask_all,
+    client_of,
+    create,
+)
 from e2e.serving import MAX_MODEL_LEN, Server, interrupt, serving
 
 from vllm_tokentiming.tiny_pair import tiny_pair
@@ -34,7 +48,7 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    with serving(tmp_path_factory.mktemp("reference"), speculative=None, arguments=TOOL_ARGUMENTS) as server:
+    with serving(tmp_path_factory.mktemp("reference"), speculative=None, arguments=CHAT_ARGUMENTS) as server:
         answers = asyncio.run(ask_all(server.url, stream=False))
     return Reference(answers, server.log)
 
@@ -49,7 +63,7 @@ def server(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> It
         "adaptive_length": False,
         "repeats": False,
     }
-    with serving(tmp_path_factory.mktemp("server"), speculative=speculative, arguments=TOOL_ARGUMENTS) as server:
+    with serving(tmp_path_factory.mktemp("server"), speculative=speculative, arguments=CHAT_ARGUMENTS) as server:
         yield server
 
 
@@ -77,6 +91,12 @@ def test_the_cases_are_what_they_are_called(reference):
     # What a tiny model fills in is no call that anybody would make, but it is one.
     assert expected["tool named"].text.startswith("set_mode")
     assert not expected["tool auto"].text.startswith("set_mode")
+    thought = {name: expected[name] for name in THINKING if expected[name].reasoning and expected[name].text}
+    assert len(thought) > 4
+    formed = [answer.text for name, answer in thought.items() if "form" in name and answer.finish_reason == "stop"]
+    assert formed
+    assert all(re.fullmatch(FORM, text) for text in formed), formed
+    assert not expected["chat 0"].reasoning
 
 
 async def test_many_at_once_that_end_at_different_times(server, reference):

@@ -21,14 +21,18 @@ def places(monkeypatch, tmp_path):
     monkeypatch.setenv("VLLM_TOKENTIMING_CACHE", str(tmp_path / "cache"))
 
 
-def draft_config(*, target=None, **options):
-    """The draft's config, and the target's that it was made of."""
+def target_config(**arguments):
     from vllm.engine.arg_utils import EngineArgs
 
+    arguments = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, **arguments}
+    return EngineArgs(model=str(tiny_pair().target), **arguments).create_engine_config()
+
+
+def draft_config(*, target=None, **options):
+    """The draft's config, and the target's that it was made of."""
     from vllm_tokentiming.engine.vllm_config import make_draft_vllm_config
 
-    arguments = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, **(target or {})}
-    config = EngineArgs(model=str(tiny_pair().target), **arguments).create_engine_config()
+    config = target_config(**(target or {}))
     chosen = TokenTimingConfig(**{"draft_model": str(tiny_pair().draft), **options})
     return make_draft_vllm_config(config, chosen), config
 
@@ -39,6 +43,19 @@ def test_a_block_size_that_nobody_chose_is_left_to_the_drafts_kernels(chosen):
     assert draft.cache_config is not target.cache_config
     assert draft.cache_config.block_size == target.cache_config.block_size
     assert draft.cache_config.user_specified_block_size == (chosen is not None)
+
+
+def test_the_targets_reasoning_parser_is_not_the_drafts():
+    """Its tokens are none of the draft's; a parser of a plugin is not even known where the draft is loaded."""
+    from vllm.config import ReasoningConfig
+
+    from vllm_tokentiming.engine.vllm_config import make_draft_vllm_config
+
+    target = target_config()
+    target.reasoning_config = ReasoningConfig(reasoning_parser="of a plugin")
+    draft = make_draft_vllm_config(target, TokenTimingConfig(draft_model=str(tiny_pair().draft)))
+    assert draft.reasoning_config is None
+    assert target.reasoning_config.reasoning_parser == "of a plugin"
 
 
 @pytest.fixture

@@ -16,6 +16,17 @@ from vllm_tokentiming.errors import ConfigError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
+_OF_THE_TARGET_ALONE = (
+    "speculative_config",
+    "lora_config",
+    "kv_transfer_config",
+    "kv_events_config",
+    "ec_transfer_config",
+    "weight_transfer_config",
+    "watermark_config",
+    # vLLM would look its tokens up in the draft's tokenizer, by a parser that the worker need not know.
+    "reasoning_config",
+)
 _RUN_AS_INT8 = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Gemma3ForCausalLM"})
 """Architectures of which int8 drafts have been run; others get int8 where it is asked for."""
 
@@ -55,11 +66,8 @@ def make_draft_vllm_config(target: VllmConfig, options: TokenTimingConfig) -> Vl
         compilation_config=compilation_config,
         cache_config=_own_cache_config(target.cache_config),
         parallel_config=_whole_on_each_rank(target.parallel_config),
-        speculative_config=None,
-        lora_config=None,
-        kv_transfer_config=None,
-        kv_events_config=None,
         additional_config={},
+        **dict.fromkeys(_OF_THE_TARGET_ALONE),
     )
 
 
