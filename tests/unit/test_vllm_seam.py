@@ -23,6 +23,9 @@ pytest.importorskip("vllm")
 PACKAGE = Path(vllm_tokentiming.__file__).parent
 
 SIGNATURES = {
+    "vllm.config:VllmConfig": "model_config quant_config compilation_config cache_config parallel_config "
+    "additional_config speculative_config lora_config kv_transfer_config kv_events_config ec_transfer_config "
+    "weight_transfer_config watermark_config reasoning_config",
     "vllm.engine.arg_utils:EngineArgs.create_speculative_config": "self target_model_config",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids": "self",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample": "self",
