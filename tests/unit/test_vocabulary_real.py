@@ -8,6 +8,7 @@ import pytest
 from reference.vocabulary import CORPUS, REAL, TEXT_PARTS, real
 from transformers import PreTrainedTokenizerFast
 
+from vllm_tokentiming.errors import UnencodableTextError
 from vllm_tokentiming.vocabulary import DraftContext, SpecialTokenMap, TokenizerKind, Vocabulary
 
 pytestmark = pytest.mark.real_tokenizers
@@ -15,6 +16,8 @@ pytestmark = pytest.mark.real_tokenizers
 KINDS = dict.fromkeys(REAL, TokenizerKind.BYTE_LEVEL) | dict.fromkeys(["llama2", "gemma3"], TokenizerKind.SENTENCEPIECE)
 # Normalizers that change text by design: what their own decoding gives back is not what went in.
 LOSSY = {"claude"}
+# Trained with an alphabet that has not all bytes.
+LACKS_BYTES = {"smollm2-135m-instruct"}
 
 
 @pytest.fixture(params=REAL)
@@ -37,7 +40,12 @@ def test_round_trip(tokenizer_folder, name, text):
 
 def test_every_single_byte_can_be_written(tokenizer_folder, name):
     vocabulary = real(tokenizer_folder(name))
-    assert vocabulary.decode(vocabulary.encode(bytes(range(256)) * 2)) == bytes(range(256)) * 2
+    written = bytes(byte for byte in range(256) if bytes([byte]) in vocabulary.token_bytes)
+    assert vocabulary.decode(vocabulary.encode(written * 2)) == written * 2
+    assert (len(written) == 256) == (name not in LACKS_BYTES)
+    for byte in set(range(256)) - set(written):
+        with pytest.raises(UnencodableTextError, match=f"byte 0x{byte:02X} .*lacks a token"):
+            vocabulary.encode(bytes([byte]))
 
 
 def test_bytes_agree_with_the_tokenizers_own_decoding(tokenizer_folder, name):
