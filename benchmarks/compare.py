@@ -31,8 +31,9 @@ def merge(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
     systems = {system["name"]: system for document in documents for system in document["systems"]}
     for other in others:
         differing = [k for k in setting(first) if setting(first)[k] != setting(other).get(k)]
-        if {system["name"] for system in other["systems"]} != systems.keys():
-            differing += ["skip"] if first["settings"].get("skip") != other["settings"].get("skip") else []
+        other_systems = {system["name"] for system in other["systems"]} != systems.keys()
+        if other_systems and first["settings"].get("skip") != other["settings"].get("skip"):
+            differing.append("skip")
         if differing:
             raise ValueError(
                 f"these are no parts of one run, they differ in {', '.join(differing)}; compare them one by one"
