@@ -22,6 +22,7 @@ PROMPTS = (
 CHAT_ARGUMENTS = [
     "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
     "--reasoning-parser", "comma", "--reasoning-parser-plugin", str(Path(__file__).with_name("thinking_parser.py")),
+    "--reasoning-config", '{"reasoning_start_str": "<|im_start|>", "reasoning_end_str": ","}',
 ]  # fmt: skip
 """What a server needs for the cases with tools and with thinking."""
 TOOL: dict[str, Any] = {
@@ -97,13 +98,16 @@ def _cases() -> dict[str, Case]:
         cases[f"tool {name}"] = Case(
             PROMPTS[3], chat=True, parameters={"max_tokens": 64, "tools": [TOOL], "tool_choice": choice}
         )
+    form = {"structured_outputs": {"regex": FORM}}
+    kinds: dict[str, dict[str, Any]] = {"thinking": {}, "thinking, then a form": form}
+    for budget in (0, 4, 8, 13):
+        kinds[f"thinking at most {budget}"] = {"thinking_token_budget": budget}
+    kinds["thinking at most 6, then a form"] = {"thinking_token_budget": 6, **form}
     for number, ask in enumerate((*PROMPTS, "Why?", "List the names.")):
-        for name, further in (
-            ("thinking", {}),
-            ("thinking, then a form", {"structured_outputs": {"regex": FORM}}),
-        ):
+        for name, further in kinds.items():
             body = {"chat_template_kwargs": {"thinking": True}, **further}
-            cases[f"{name} {number}"] = Case(ask, chat=True, parameters={"max_tokens": 100, "extra_body": body})
+            parameters = {"max_tokens": 40 if "most" in name else 100, "extra_body": body}
+            cases[f"{name} {number}"] = Case(ask, chat=True, parameters=parameters)
     return cases
 
 

@@ -15,7 +15,10 @@ from vllm.platforms import current_platform
 current_platform.import_kernels()
 current_platform.register_triton_kernel_overrides()
 
+from vllm import SamplingParams  # noqa: E402
 from vllm.v1.sample import rejection_sampler  # noqa: E402 - binds the kernels registered above
+from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality  # noqa: E402
+from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder  # noqa: E402
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # noqa: E402
 
 
@@ -98,6 +101,42 @@ def padding() -> object:
         torch.Tensor.softmax = soft_max
 
 
+def budget() -> object:
+    """Three requests without proposals; the last one's budget is spent. The largest logit of each row, then and after
+    one step more, when its thinking has ended."""
+    holder = ThinkingBudgetStateHolder(
+        SimpleNamespace(reasoning_start_token_ids=[1], reasoning_end_token_ids=[2]), 3, 4, torch.device("cpu"), False
+    )
+    output: list[int] = []
+    spent = (2, SamplingParams(thinking_token_budget=0), [1], output)
+    holder.sync_batch(BatchUpdate(batch_size=3, removed=[], added=[spent], moved=[]))
+    outputs, proposals, seen = [[], [], output], [[], [], []], []
+    for _ in range(2):
+        logits = torch.zeros(3, 4)
+        logits[:, 3] = 1.0
+        holder.update_state(outputs, proposals)
+        seen.append(holder.apply_to_logits(logits, False, proposals).argmax(dim=-1).tolist())
+        output.append(seen[-1][2])
+    return seen
+
+
+def inherited() -> object:
+    """Rows with a budget, when those that had one in rows 0 and then 2 have ended, and others moved to row 0."""
+    holder = ThinkingBudgetStateHolder(
+        SimpleNamespace(reasoning_start_token_ids=[1], reasoning_end_token_ids=[2]), 4, 4, torch.device("cpu"), False
+    )
+    budget = SamplingParams(thinking_token_budget=3)
+    added = [(0, budget, [1], []), (1, SamplingParams(), [1], []), (2, budget, [1], []), (3, budget, [1], [])]
+    swapped = [(2, 1, MoveDirectionality.SWAP), (1, 2, MoveDirectionality.SWAP)]
+    holder.sync_batch(BatchUpdate(batch_size=4, removed=[], added=added, moved=swapped))
+    ended = [(3, 0, MoveDirectionality.UNIDIRECTIONAL)]
+    holder.sync_batch(BatchUpdate(batch_size=3, removed=[], added=[], moved=ended))
+    seen = [sorted(holder._state)]
+    ended = [(1, 0, MoveDirectionality.UNIDIRECTIONAL)]
+    holder.sync_batch(BatchUpdate(batch_size=2, removed=[2], added=[], moved=ended))
+    return [*seen, sorted(holder._state)]
+
+
 GPUModelRunner._sample = draw
 
 applied: list[str] = []
@@ -109,7 +148,7 @@ if "patched" in sys.argv:
     assert again == [], again
 
 results: dict[str, object] = {"applied": applied}
-for case in (expand, top_k, rewind, padding):
+for case in (expand, top_k, rewind, padding, budget, inherited):
     try:
         results[case.__name__] = case()
     except (RuntimeError, IndexError, NotImplementedError) as error:

@@ -19,6 +19,8 @@ WORKING = {
     "top_k": [0, 8],
     "rewind": {"discarded draw comes again": True, "other draw goes on": True, "rows": [0, 1]},
     "padding": [[2, -1]],
+    "budget": [[3, 3, 2], [3, 3, 3]],
+    "inherited": [[0, 2], []],
 }
 
 
@@ -52,4 +54,6 @@ def test_every_fault_was_found_by_its_probe():
         "apply_sampling_constraints",
         "generator rewind",
         "padded proposals",
+        "thinking budget without proposals",
+        "thinking budget of finished requests",
     ]

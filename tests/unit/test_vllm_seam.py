@@ -34,6 +34,9 @@ SIGNATURES = {
     "vllm.v1.sample.rejection_sampler:apply_sampling_constraints": "logits cu_num_draft_tokens sampling_metadata",
     "vllm.v1.sample.rejection_sampler:rejection_sample": "draft_token_ids num_draft_tokens max_spec_len "
     "cu_num_draft_tokens draft_probs target_logits bonus_token_ids sampling_metadata",
+    "vllm.v1.sample.thinking_budget_state:ThinkingBudgetStateHolder.apply_to_logits": "self logits predict_bonus_token "
+    "spec_token_ids",
+    "vllm.v1.sample.thinking_budget_state:ThinkingBudgetStateHolder.sync_batch": "self batch_update",
     "vllm.model_executor.model_loader:get_model": "vllm_config",
     "vllm.forward_context:set_forward_context": "attn_metadata vllm_config num_tokens slot_mapping",
     "vllm.v1.attention.backend:CommonAttentionMetadata": "query_start_loc query_start_loc_cpu seq_lens num_reqs "

@@ -1,7 +1,8 @@
 """Faults of stock vLLM that stand in our way, each mended behind a probe that shows the fault.
 
-A patch is applied only where its probe finds the fault, so a vLLM that mends it needs no change here. All concern CPU
-without triton-cpu, and every speculative method, not only ours (vLLM 0.32; the first three unchanged in 0.33's source).
+A patch is applied only where its probe finds the fault, so a vLLM that mends it needs no change here. All concern every
+speculative method, not only ours, and most of them CPU without triton-cpu alone (vLLM 0.32; all but "padded proposals"
+were looked at in 0.33's source and are unchanged there).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ class Patch:
         removal: when this patch can go.
         is_needed: True where the fault shows.
         apply: mends it, for this process.
+        cpu_only: the fault is in what runs on CPU alone.
     """
 
     name: str
@@ -36,15 +39,14 @@ class Patch:
     removal: str
     is_needed: Callable[[], bool]
     apply: Callable[[], None]
+    cpu_only: bool = True
 
 
 def apply_patches(device: torch.device) -> list[str]:
     """Apply the patches that this process needs; returns their names. Safe to call again."""
-    if device.type != "cpu":
-        return []
     applied = []
     for patch in PATCHES:
-        if patch.is_needed():
+        if (device.type == "cpu" or not patch.cpu_only) and patch.is_needed():
             patch.apply()
             applied.append(patch.name)
             logger.info("patched vLLM: %s (%s)", patch.name, patch.symptom)
@@ -190,6 +192,67 @@ def _mend_padding() -> None:
     rejection_sampler.rejection_sample = rejection_sample
 
 
+def _spent_budget(*, row: int) -> Any:
+    """What vLLM keeps of thinking budgets, in a batch of two with the one of ``row`` spent."""
+    from vllm import SamplingParams
+    from vllm.v1.sample.logits_processor import BatchUpdate
+    from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
+
+    thinking = SimpleNamespace(reasoning_start_token_ids=[1], reasoning_end_token_ids=[2])
+    holder = ThinkingBudgetStateHolder(thinking, 2, 1, torch.device("cpu"), is_pin_memory=False)
+    added = (row, SamplingParams(thinking_token_budget=0), [1], list[int]())
+    holder.sync_batch(BatchUpdate(batch_size=2, removed=[], added=[added], moved=[]))
+    return holder
+
+
+def _budget_hits_others() -> bool:
+    holder, nothing = _spent_budget(row=1), [list[int](), list[int]()]
+    holder.update_state(nothing, nothing)
+    logits = holder.apply_to_logits(torch.zeros(2, 4), predict_bonus_token=False, spec_token_ids=nothing)
+    return bool(logits[0].any())
+
+
+def _mend_thinking_budget() -> None:
+    from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
+
+    stock = ThinkingBudgetStateHolder.apply_to_logits
+
+    @functools.wraps(stock)
+    def apply_to_logits(
+        self: Any, logits: torch.Tensor, predict_bonus_token: bool, spec_token_ids: list[list[int]] | None
+    ) -> torch.Tensor:
+        # Without any proposal the rows are one to a request, as they are for the bonus tokens.
+        forced: torch.Tensor = stock(self, logits, predict_bonus_token or not any(spec_token_ids or ()), spec_token_ids)
+        return forced
+
+    ThinkingBudgetStateHolder.apply_to_logits = apply_to_logits
+
+
+def _budget_is_inherited() -> bool:
+    from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
+
+    holder = _spent_budget(row=0)
+    moved = (1, 0, MoveDirectionality.UNIDIRECTIONAL)
+    holder.sync_batch(BatchUpdate(batch_size=1, removed=[], added=[], moved=[moved]))
+    return bool(holder.has_tracked_requests())
+
+
+def _mend_budget_of_moved() -> None:
+    from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
+    from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
+
+    stock = ThinkingBudgetStateHolder.sync_batch
+
+    @functools.wraps(stock)
+    def sync_batch(self: Any, batch_update: BatchUpdate | None) -> None:
+        for _, row, direction in batch_update.moved if batch_update else ():
+            if direction is MoveDirectionality.UNIDIRECTIONAL:
+                self._state.pop(row, None)  # a request goes where another one has ended
+        stock(self, batch_update)
+
+    ThinkingBudgetStateHolder.sync_batch = sync_batch
+
+
 PATCHES: tuple[Patch, ...] = (
     Patch(
         name="expand_batch_to_tokens",
@@ -224,5 +287,24 @@ PATCHES: tuple[Patch, ...] = (
         removal="when rejection_random_sample_kernel rejects ids below 0 on CPU",
         is_needed=_padding_is_judged,
         apply=_mend_padding,
+    ),
+    Patch(
+        name="thinking budget without proposals",
+        symptom="where one request's thinking_token_budget is spent, the end of thinking is forced on another request",
+        cause="in a step without proposals ThinkingBudgetStateHolder counts proposed tokens as rows, so every request "
+        "seems to begin at row 0",
+        removal="when such a step is laid out as one row a request",
+        is_needed=_budget_hits_others,
+        apply=_mend_thinking_budget,
+        cpu_only=False,
+    ),
+    Patch(
+        name="thinking budget of finished requests",
+        symptom="a request without thinking_token_budget may be under that of one that has ended (in any vLLM)",
+        cause="ThinkingBudgetStateHolder.sync_batch keeps the state of a row to which a request without a budget moves",
+        removal="when a move leaves nothing of the row that it goes to",
+        is_needed=_budget_is_inherited,
+        apply=_mend_budget_of_moved,
+        cpu_only=False,
     ),
 )
