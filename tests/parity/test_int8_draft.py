@@ -81,7 +81,7 @@ def test_body_and_head_are_int8_and_the_tokenizer_is_the_original() -> None:
         assert model.model.embed_tokens.weight.dtype == torch.bfloat16
         assert config.tokenizer == str(folder)
         assert config.quantization == "compressed-tensors"
-        assert "bfloat16, compressed-tensors" in engine.describe()
+        assert "bfloat16, int8" in engine.describe()
 
 
 def test_a_vocabulary_that_vllm_pads(tmp_path: Path) -> None:

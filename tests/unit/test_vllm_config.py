@@ -74,6 +74,13 @@ def test_a_bfloat16_draft_on_a_cpu_that_gains_by_it_becomes_int8(vnni, tmp_path)
     assert draft.model_config.tokenizer == str(tiny_pair().draft)
 
 
+@pytest.mark.parametrize("quantization", ["auto", "int8"])
+def test_int8_weights_leave_the_tokenizer_and_its_revision_as_they_were(vnni, quantization):
+    draft, _ = draft_config(target=BFLOAT16, draft_revision="v2", draft_quantization=quantization)
+    own = draft.model_config
+    assert (own.tokenizer, own.tokenizer_revision, own.revision) == (str(tiny_pair().draft), "v2", None)
+
+
 @pytest.mark.parametrize(
     ("target", "options"),
     [

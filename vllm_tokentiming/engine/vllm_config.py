@@ -44,14 +44,7 @@ def make_draft_vllm_config(target: VllmConfig, options: TokenTimingConfig) -> Vl
     """
     model_config = draft_model_config(target.model_config, options)
     if (folder := _int8_folder(target, model_config, options)) is not None:
-        options = dataclasses.replace(
-            options,
-            draft_model=str(folder),
-            draft_tokenizer=options.draft_tokenizer or options.draft_model,
-            draft_revision=None,
-            draft_quantization=None,
-        )
-        model_config = draft_model_config(target.model_config, options)
+        model_config = draft_model_config(target.model_config, options, int8_weights=folder)
     if options.draft_enforce_eager is None and _steps_by_hand(target, model_config):
         # Only long prompts go through vLLM's layers then, where compiling gains nothing and takes a minute.
         model_config.enforce_eager = True
@@ -87,8 +80,15 @@ def _whole_on_each_rank(target: ParallelConfig) -> ParallelConfig:
     return alone
 
 
-def draft_model_config(target: ModelConfig, options: TokenTimingConfig) -> ModelConfig:
+def draft_model_config(
+    target: ModelConfig, options: TokenTimingConfig, *, int8_weights: Path | None = None
+) -> ModelConfig:
     """The draft's model config; cheap, so that a draft that cannot work is refused before anything is loaded.
+
+    Args:
+        target: the target's, which says what the options leave open.
+        options: the plugin's.
+        int8_weights: folder with the draft's weights, made int8; the tokenizer stays where it was.
 
     Raises:
         ConfigError, UnsupportedModelError: see :func:`make_draft_vllm_config`.
@@ -96,9 +96,9 @@ def draft_model_config(target: ModelConfig, options: TokenTimingConfig) -> Model
     eager = target.enforce_eager if options.draft_enforce_eager is None else options.draft_enforce_eager
     try:
         model_config = ModelConfig(
-            model=options.draft_model,
+            model=str(int8_weights or options.draft_model),
             tokenizer=options.draft_tokenizer or options.draft_model,
-            revision=options.draft_revision,
+            revision=options.draft_revision if int8_weights is None else None,
             tokenizer_revision=options.draft_revision,
             dtype=target.dtype if options.draft_dtype == "auto" else options.draft_dtype,
             # Int8 weights are a checkpoint of their own, whose format vLLM detects.
@@ -119,7 +119,7 @@ def draft_model_config(target: ModelConfig, options: TokenTimingConfig) -> Model
             f"{options.draft_model!r} ({', '.join(model_config.architectures)}) does not generate text: vLLM runs it "
             f"as {model_config.runner_type!r}. Required: a decoder-only language model. Choose another draft."
         )
-    if options.draft_quantization == INT8:
+    if options.draft_quantization == INT8 and int8_weights is None:
         require_not_quantized(model_config.hf_config.to_dict(), options.draft_model)
         if model_config.dtype != torch.bfloat16:
             # vLLM's int8 kernel for CPUs refuses float32, and ends the process on float16.

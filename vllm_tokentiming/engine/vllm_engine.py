@@ -20,6 +20,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.model_loader import get_model
 
 from vllm_tokentiming.config import TokenTimingConfig
+from vllm_tokentiming.engine.int8_checkpoint import INT8
 from vllm_tokentiming.engine.interface import DraftedTokens, DraftRequest, Silence, StopRule
 from vllm_tokentiming.engine.sampler import DraftSampler, confidence
 from vllm_tokentiming.engine.vllm_config import make_draft_vllm_config
@@ -81,6 +82,9 @@ class VllmDraftEngine:
     def __init__(self, target: VllmConfig, options: TokenTimingConfig) -> None:
         started = time.monotonic()
         self.config = make_draft_vllm_config(target, options)
+        model_config = self.config.model_config
+        # Another folder than the user's holds int8 weights; what vLLM calls their format says less.
+        self._quantization = INT8 if model_config.model != options.draft_model else model_config.quantization
         self._device = torch.device(target.device_config.device)
         self._whole = WholeModel(target.parallel_config, device=self._device)
         logger.info("loading the draft model %s", options.draft_model)
@@ -122,8 +126,8 @@ class VllmDraftEngine:
         """Engine, dtype and KV budget, for the start-up log."""
         tokens = (self._cache.num_blocks - 1) * self._cache.block_size
         dtype = str(self.config.model_config.dtype).removeprefix("torch.")
-        if (quantization := self.config.model_config.quantization) is not None:
-            dtype += f", {quantization}"
+        if self._quantization is not None:
+            dtype += f", {self._quantization}"
         return f"vllm ({dtype}, KV {self._cache.num_bytes / GIB:.2f} GiB = {tokens} tokens)"
 
     def restrict(self, allowed: npt.NDArray[np.bool_]) -> None:
