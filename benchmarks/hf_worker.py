@@ -25,16 +25,15 @@ def measure(models: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
     sampled = sampling["temperature"] > 0
     config = GenerationConfig(
         max_new_tokens=sampling["max_tokens"],
-        min_new_tokens=sampling["max_tokens"],
         do_sample=sampled,
         temperature=sampling["temperature"] if sampled else None,
         top_k=0 if sampled else None,
         pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
     )
     assistant = {}
-    if "draft" in models:
+    if "drafts" in models:
         assistant = {
-            "assistant_model": models["draft"],
+            "assistant_model": models["drafts"][sampled],
             "tokenizer": tokenizer,
             "assistant_tokenizer": models["draft_tokenizer"],
         }
@@ -64,9 +63,14 @@ def main() -> None:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, arguments["dtype"])).eval()
 
     models = {"target": load(arguments["model"]), "tokenizer": AutoTokenizer.from_pretrained(arguments["model"])}
+    # As many tokens from all systems; assisted generation refuses min_new_tokens.
+    models["target"].generation_config.eos_token_id = None
     if arguments.get("draft"):
         models["draft"] = load(arguments["draft"])
-        models["draft"].generation_config.num_assistant_tokens = arguments["num_speculative_tokens"]
+        # USD puts layers of its own into the draft, with which UAG ends in an error of shapes: one draft for each.
+        models["drafts"] = {sampled: load(arguments["draft"]) for sampled in (False, True)}
+        for draft in models["drafts"].values():
+            draft.generation_config.num_assistant_tokens = arguments["num_speculative_tokens"]
         models["draft_tokenizer"] = AutoTokenizer.from_pretrained(arguments["draft"])
     print(json.dumps({"ready": True, "start_seconds": time.perf_counter() - begun}), file=answers, flush=True)
     for line in sys.stdin:
