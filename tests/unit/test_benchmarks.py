@@ -11,8 +11,10 @@ from benchmarks.first_token import ADDED, cut_prompts
 from benchmarks.micro.alignment import WINDOW_RADIUS, compiled, path_cost, plain_dtw
 from benchmarks.micro.alignment_peers import peers
 from benchmarks.prompts import Prompt
-from benchmarks.run import batches
+from benchmarks.run import Engine, batches
+from benchmarks.systems import parse_system
 from benchmarks.time_shares import PARTS, shares
+from vllm_tokentiming.tiny_pair import tiny_pair
 
 
 def record(system, temperature, *, question, seconds, ids=(1, 2, 3, 4), task="qa", **speculation):
@@ -239,3 +241,22 @@ def test_step_clock_times_what_a_step_runs():
     assert parts["draft"] == pytest.approx(0.001)
     assert parts["target pass"] > 0.0
     assert parts["rest of vLLM"] > 0.0
+
+
+def test_hugging_faces_assisted_generation_takes_turns_between_temperatures(tmp_path):
+    """At temperature 0 its output is that without a draft, also after it has sampled, which changes the draft."""
+    shared = {"model": str(tiny_pair().target), "dtype": "float32"}
+    outputs = {}
+    for name in ("hf-none", "hf"):
+        system = parse_system(name, draft=str(tiny_pair().draft), num_speculative_tokens=4)
+        engine = Engine(system, shared, log=tmp_path / f"{name}.log")
+        try:
+            answers = [
+                engine.measure(["List the names."], {"temperature": temperature, "max_tokens": 12})
+                for temperature in (0.0, 1.0, 0.0)
+            ]
+        finally:
+            engine.close()
+        outputs[name] = [answer["token_ids"][0] for answer in answers]
+    assert [len(ids) for ids in outputs["hf"]] == [12, 12, 12]
+    assert outputs["hf"][0] == outputs["hf"][2] == outputs["hf-none"][0]
