@@ -13,7 +13,8 @@ SPECULATIVE = ("exact", "adaptive")
 def test_penalties_and_token_lists(answer, job):
     found = answer(job, "constraints")
     assert found["value"] == answer("none", "constraints")["value"]
-    assert found["vllm"]["vllm:spec_decode_num_accepted_tokens"] > 0
+    # Where clocks decide, a busy machine may find that nothing pays.
+    assert job == "adaptive" or found["vllm"]["vllm:spec_decode_num_accepted_tokens"] > 0
 
 
 def test_the_constraints_change_the_output(answer):
