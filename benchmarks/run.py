@@ -106,6 +106,12 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--num-speculative-tokens", type=int, default=5)
     parser.add_argument("--batch", type=int, nargs="+", default=[1], help="prompts at once; several: one by one")
+    parser.add_argument(
+        "--max-num-seqs",
+        type=int,
+        help="requests that run at once, where a batch has more; default: all of them, in which case the last of those "
+        "that end at different times run alone, unlike in a server that stays full",
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--max-model-len", type=int, default=4096)
@@ -135,7 +141,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "dtype": arguments.dtype,
         "enforce_eager": arguments.enforce_eager,
         "max_model_len": arguments.max_model_len,
-        "max_num_seqs": max(8, *arguments.batch),
+        "max_num_seqs": arguments.max_num_seqs or max(8, *arguments.batch),
         "disable_log_stats": False,
         # Every system prefills every prompt itself, each time.
         "enable_prefix_caching": False,

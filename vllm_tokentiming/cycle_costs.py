@@ -145,7 +145,7 @@ class CycleCosts:
 
     def __init__(self) -> None:
         self.rate = Rate()
-        """Tokens, of cycles with speculation."""
+        """Tokens of each request, of cycles with speculation: what is alike at another batch size."""
         self.verify = VerifyTime()
         self.repeats = RepeatPrice()
         self.drafting = Rate()

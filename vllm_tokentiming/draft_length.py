@@ -229,7 +229,7 @@ class DraftLength:
             missing_tokens: most that the draft has to read before it drafts.
         """
         costs = self._costs_of(self._cycle)
-        rate, steps_per_second = costs.rate.value, costs.drafting.value
+        rate, steps_per_second = costs.rate.value * len(self._cycle.lengths), costs.drafting.value
         self._pace = Pace(
             self,
             rows,
@@ -254,7 +254,7 @@ class DraftLength:
         costs = self._costs_of(self._cycle)
         if not costs.drafts.seconds or not self._drafted.seconds:
             return FIXED_WORTH
-        cost = costs.rate.value / costs.drafts.value / len(self._cycle.lengths)
+        cost = costs.rate.value / costs.drafts.value
         return max(self._drafted.value * acceptance.factor - cost, _LEAST_WORTH)
 
     def repeats_pay(self, *, tokens: int, expected: float) -> bool:
@@ -297,7 +297,7 @@ class DraftLength:
             return
         costs.verify.add(batch + cycle.num_proposed, seconds - cycle.draft_seconds)
         if cycle.speculates:
-            costs.rate.add(tokens, seconds)
+            costs.rate.add(tokens / batch, seconds)
         elif not cycle.steps:
             costs.repeats.add(cycle.num_proposed, seconds)
         if cycle.steps:

@@ -236,6 +236,27 @@ def steps_alone(length, *, others):
     return len(alone.confidences)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_last_request_of_a_batch_drafts_as_one_that_was_always_alone(seed):
+    """What a token is worth to sixteen requests is not what it is worth to one."""
+    costs = {
+        "draft": 0.012,
+        "per_token": 0.006,
+        "chance": lambda value: value,
+        "confidence": lambda rng: rng.uniform(0.5, 1),
+    }
+    length, server = DraftLength(), Server(**costs, batch=16, seed=seed)
+    server.rate(cycles=200, length=length)
+    server.batch, server.lengths = 1, dict(list(server.lengths.items())[:1])
+    server.acceptance = {request: server.acceptance[request] for request in server.lengths}
+    server.drafted.clear()
+    for _ in range(20):
+        server.cycle(length)
+    alone = Server(**costs, seed=seed)
+    alone.rate(cycles=200)
+    assert sum(server.drafted) / 20 > 0.75 * sum(alone.drafted) / len(alone.drafted)
+
+
 def test_a_request_with_a_seed_depends_on_nothing_but_its_own_laws():
     fresh, experienced = DraftLength(), DraftLength()
     Server(draft=0.2, batch=4, per_token=0.1, chance=lambda _: 0.05, confidence=lambda _: 0.9).rate(
