@@ -42,14 +42,22 @@ def merge(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**first, "systems": list(systems.values()), "records": records}
 
 
-def speed_ups(document: dict[str, Any], *, baseline: str) -> dict[tuple[float, str], dict[str, list[float]]]:
+def speed_ups(
+    document: dict[str, Any], *, baseline: str, while_full: bool = False
+) -> dict[tuple[float, str], dict[str, list[float]]]:
     """Ratio of tokens per second to the baseline's on the same prompts, by (temperature, system) and task.
 
-    Where the baseline was measured at one temperature only, that serves all.
+    Where the baseline was measured at one temperature only, that serves all. ``while_full``: of the time in which as
+    many requests ran as can run at once, where that was measured.
     """
     rates: dict[tuple[str, str], dict[tuple[float, str], float]] = defaultdict(dict)
     for record in document["records"]:
-        rate = sum(map(len, record["token_ids"])) / record["seconds"]
+        if while_full:
+            if not (full := record.get("full")):
+                continue
+            rate = full["tokens"] / full["seconds"]
+        else:
+            rate = sum(map(len, record["token_ids"])) / record["seconds"]
         rates[record["task"], str(record["question_ids"])][record["temperature"], record["system"]] = rate
     ratios: dict[tuple[float, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for (task, _), by_system in rates.items():
@@ -112,14 +120,10 @@ def print_tables(document: dict[str, Any], *, baseline: str = BASELINE) -> None:
 def _print_tables(document: dict[str, Any], *, baseline: str) -> None:
     tasks = list(dict.fromkeys(record["task"] for record in document["records"]))
     print(f"\nSpeed-up over {baseline} (geometric mean; quartiles over prompts)\n")
-    print("| T | system | " + " | ".join(tasks) + " | mean of tasks | quartiles |")
-    print("|---" * (len(tasks) + 4) + "|")
-    for (temperature, system), by_task in sorted(speed_ups(document, baseline=baseline).items()):
-        means = [statistics.geometric_mean(by_task[task]) for task in tasks if task in by_task]
-        all_ratios = [ratio for task in tasks for ratio in by_task.get(task, [])]
-        low, _, high = statistics.quantiles(all_ratios, n=4) if len(all_ratios) > 1 else (all_ratios * 3)
-        row = " | ".join(f"{mean:.2f}" for mean in means)
-        print(f"| {temperature} | {system} | {row} | {statistics.mean(means):.2f} | {low:.2f}–{high:.2f} |")
+    _print_speed_ups(speed_ups(document, baseline=baseline), tasks=tasks)
+    if any(record.get("batch", 1) > 1 for record in document["records"]):
+        print("\nThe same while as many requests ran as can run at once\n")
+        _print_speed_ups(speed_ups(document, baseline=baseline, while_full=True), tasks=tasks)
     print("\n| T | system | accepted share | tokens per verify pass | accepted by position |")
     print("|---|---|---|---|---|")
     for (temperature, system), row in sorted(acceptance(document).items()):
@@ -129,6 +133,17 @@ def _print_tables(document: dict[str, Any], *, baseline: str) -> None:
         )
     for system, (equal, total) in outputs_equal(document, baseline=baseline).items():
         print(f"\n{system}: {equal} of {total} outputs at T=0 equal {baseline}'s token for token")
+
+
+def _print_speed_ups(found: dict[tuple[float, str], dict[str, list[float]]], *, tasks: Sequence[str]) -> None:
+    print("| T | system | " + " | ".join(tasks) + " | mean of tasks | quartiles |")
+    print("|---" * (len(tasks) + 4) + "|")
+    for (temperature, system), by_task in sorted(found.items()):
+        means = [statistics.geometric_mean(by_task[task]) for task in tasks if task in by_task]
+        all_ratios = [ratio for task in tasks for ratio in by_task.get(task, [])]
+        low, _, high = statistics.quantiles(all_ratios, n=4) if len(all_ratios) > 1 else (all_ratios * 3)
+        row = " | ".join(f"{mean:.2f}" for mean in means)
+        print(f"| {temperature} | {system} | {row} | {statistics.mean(means):.2f} | {low:.2f}–{high:.2f} |")
 
 
 def main() -> None:

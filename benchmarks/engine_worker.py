@@ -10,7 +10,8 @@ import json
 import os
 import sys
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 COUNTERS = {
     "vllm:spec_decode_num_drafts": "drafts",
@@ -46,21 +47,53 @@ def difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     return change
 
 
+class Step(NamedTuple):
+    """What a step of the engine left: when it ended, all tokens so far, requests that have one, and that want more."""
+
+    seconds: float
+    tokens: int
+    begun: int
+    unfinished: int
+
+
+def while_full(steps: Sequence[Step], *, slots: int) -> dict[str, float] | None:
+    """Seconds and tokens of the time in which ``slots`` requests ran, as in a server that stays full.
+
+    At the end of a batch the last requests run alone, and longer where they speculate, since some get more tokens
+    accepted than others. None where there was no such time.
+    """
+    full = [step for step in steps if step.begun >= slots and step.unfinished >= slots]
+    if len(full) < 2:
+        return None
+    first, last = full[0], full[-1]
+    return {"seconds": last.seconds - first.seconds, "tokens": last.tokens - first.tokens}
+
+
 def measure(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
     """Run one batch of prompts to the end."""
     from vllm import SamplingParams
 
-    params = SamplingParams(**request["sampling"])
-    prompts = [{"prompt_token_ids": ids} for ids in request["prompt_token_ids"]]
+    engine = llm.llm_engine
+    outputs: dict[str, Any] = {}
+    steps: list[Step] = []
     before = speculation_counters(llm)
     begun = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    for place, ids in enumerate(request["prompt_token_ids"]):
+        engine.add_request(str(place), {"prompt_token_ids": ids}, SamplingParams(**request["sampling"]))
+    while engine.has_unfinished_requests():
+        outputs.update((output.request_id, output) for output in engine.step())
+        tokens = sum(len(output.outputs[0].token_ids) for output in outputs.values())
+        unfinished = len(request["prompt_token_ids"]) - sum(output.finished for output in outputs.values())
+        steps.append(Step(time.perf_counter() - begun, tokens, len(outputs), unfinished))
     seconds = time.perf_counter() - begun
     after = speculation_counters(llm)
+    ordered = [outputs[str(place)] for place in range(len(outputs))]
+    slots = min(len(ordered), llm.llm_engine.vllm_config.scheduler_config.max_num_seqs)
     return {
         "seconds": seconds,
-        "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
-        "first_token_seconds": [output.metrics.first_token_latency for output in outputs],
+        "full": while_full(steps, slots=slots),
+        "token_ids": [list(output.outputs[0].token_ids) for output in ordered],
+        "first_token_seconds": [output.metrics.first_token_latency for output in ordered],
         "speculation": difference(after, before),
     }
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.compare import acceptance, merge, outputs_equal, print_tables, speed_ups
+from benchmarks.engine_worker import Step, while_full
 from benchmarks.first_token import ADDED, cut_prompts
 from benchmarks.micro.alignment import WINDOW_RADIUS, compiled, path_cost, plain_dtw
 from benchmarks.micro.alignment_peers import peers
@@ -79,6 +80,26 @@ def test_concurrencies_have_tables_of_their_own(capsys):
     printed = capsys.readouterr().out
     assert printed.index("1 at once") < printed.index("| 0.0 | ours | 2.00 |")
     assert printed.index("8 at once") < printed.index("| 0.0 | ours | 1.00 |")
+
+
+def test_a_batch_is_full_from_the_last_first_token_until_too_few_are_left():
+    steps = [Step(1.0, 2, 1, 3), Step(2.0, 4, 2, 3), Step(4.0, 10, 3, 2), Step(5.0, 12, 3, 1), Step(9.0, 13, 3, 0)]
+    assert while_full(steps, slots=2) == {"seconds": 2.0, "tokens": 6}
+    assert while_full(steps, slots=3) is None
+    assert while_full(steps, slots=1) == {"seconds": 4.0, "tokens": 10}
+
+
+def test_full_batches_have_a_table_of_their_own(capsys):
+    records = [
+        record("none", 0.0, question=1, seconds=4.0) | {"batch": 2, "full": {"seconds": 2.0, "tokens": 2}},
+        record("ours", 0.0, question=1, seconds=4.0) | {"batch": 2, "full": {"seconds": 1.0, "tokens": 3}},
+    ]
+    print_tables(end_to_end(*records))
+    printed = capsys.readouterr().out
+    assert "| 0.0 | ours | 1.00 |" in printed
+    assert "| 0.0 | ours | 3.00 |" in printed.split("while as many requests ran")[1]
+    print_tables(end_to_end(record("none", 0.0, question=1, seconds=1.0)))
+    assert "while as many" not in capsys.readouterr().out
 
 
 def test_outputs_are_compared_at_temperature_0_only():
