@@ -61,8 +61,9 @@ def soak(document: dict[str, Any], axes: Axes) -> None:
     """Memory of all processes, and the share of drafted tokens that was accepted between two samples, over time."""
     samples = document["samples"]
     minutes = [(sample["seconds"] - samples[0]["seconds"]) / 60 for sample in samples]
-    axes.plot(minutes, [sample["resident_bytes"] / 2**20 for sample in samples], label="resident memory")
-    axes.set_ylim(bottom=0)
+    memory = [sample["resident_bytes"] / 2**20 for sample in samples]
+    axes.plot(minutes, memory, label="resident memory")
+    axes.set_ylim(0, 1.2 * max(memory))
     axes.set_xlabel("minutes of mixed load")
     axes.set_ylabel("MiB")
     step = max(1, len(samples) // 30)
