@@ -121,7 +121,7 @@ def _print_tables(document: dict[str, Any], *, baseline: str) -> None:
     tasks = list(dict.fromkeys(record["task"] for record in document["records"]))
     print(f"\nSpeed-up over {baseline} (geometric mean; quartiles over prompts)\n")
     _print_speed_ups(speed_ups(document, baseline=baseline), tasks=tasks)
-    if any(record.get("batch", 1) > 1 for record in document["records"]):
+    if any(record.get("batch", 1) > 1 and record.get("full") for record in document["records"]):
         print("\nThe same while as many requests ran as can run at once\n")
         _print_speed_ups(speed_ups(document, baseline=baseline, while_full=True), tasks=tasks)
     print("\n| T | system | accepted share | tokens per verify pass | accepted by position |")
