@@ -1,9 +1,9 @@
 """Exact enumeration of the output law of speculative sampling across two toy vocabularies.
 
-Every draft sequence that can be drawn is drawn, a rule turns it into proxy tokens and rows, and vLLM's verification is
-followed analytically: accept with min(1, q/P), else sample from norm(max(0, q − P)); after a rejection, or past the
-last proxy token, the target samples by itself. The result is the law of the first output tokens, to compare with the
-target's own.
+Every draft sequence that can be drawn is drawn, a rule turns it into proxy tokens and rows, and both verifications are
+followed analytically. Token by token: accept with min(1, q/P), else sample from norm(max(0, q − P)). In blocks: see
+``block_verification``. After a rejection, or past the last proxy token, the target samples by itself. The result is the
+law of the first output tokens, to compare with the target's own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from . import block_verification
 
 Tokens = tuple[int, ...]
 ProposalRows = list[tuple[int, dict[int, float]]]
@@ -133,41 +135,74 @@ class World:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``distance``: total variation to the target's law. ``accepted``: mean number of accepted proxy tokens."""
+    """``distance``: total variation to the target's law, the larger one of both verifications. ``accepted``: mean
+    number of accepted proxy tokens, judged one after the other; ``accepted_in_blocks``: judged together."""
 
     distance: float
     accepted: float
+    accepted_in_blocks: float
+
+
+# What can come of a proposal: how often, accepted tokens, and the token in the next one's place, or None.
+Verification = Callable[[World, ProposalRows], Iterator[tuple[float, int, int | None]]]
+
+
+def token_by_token(world: World, proposal: ProposalRows) -> Iterator[tuple[float, int, int | None]]:
+    chance, prefix = 1.0, ()
+    for accepted, (token, row) in enumerate(proposal):
+        law = world.target_law(prefix)
+        proposed = row[token]
+        accept = min(1.0, law[token] / proposed) if proposed > 0 else 0.0
+        residual = law.copy()
+        for other, probability in row.items():
+            residual[other] = max(0.0, residual[other] - probability)
+        if accept < 1.0 and residual.sum() > 0:
+            for other in np.flatnonzero(residual).tolist():
+                yield chance * (1.0 - accept) * residual[other] / residual.sum(), accepted, other
+        chance *= accept
+        prefix = (*prefix, token)
+    yield chance, len(proposal), None
+
+
+def in_blocks(world: World, proposal: ProposalRows) -> Iterator[tuple[float, int, int | None]]:
+    tokens = [token for token, _ in proposal]
+    target_laws = [world.target_law(tuple(tokens[:i])).tolist() for i in range(len(tokens))]
+    draft_laws = [[row.get(t, 0.0) for t in range(len(world.target))] for _, row in proposal]
+    chances = block_verification.prefix_chances(tokens, draft_laws, target_laws)
+    rest = 1.0  # the chance that no longer prefix stands
+    for length, limit in reversed(list(enumerate([1.0, *block_verification.limits(tokens, draft_laws, target_laws)]))):
+        chance, rest = rest * limit, rest * (1.0 - limit)
+        if length == len(tokens):
+            yield chance, length, None
+        elif chance > 0.0:
+            law = block_verification.residual(chances[length], draft_laws[length], target_laws[length])
+            for other, probability in enumerate(law):
+                yield chance * probability / sum(law), length, other
 
 
 def outcome(world: World, rule: Rule, *, steps: int, depth: int, stop: StopRule = lambda _law: GO_ON) -> Outcome:
-    """Follow every draft through the verification and compare the law of the first ``depth`` output tokens."""
+    """Follow every draft through each verification and compare the law of the first ``depth`` output tokens."""
+    proposals = [(weight, rule(drafted)) for weight, drafted in world.drafts(steps, stop)]
+    assert abs(sum(weight for weight, _ in proposals) - 1.0) < 1e-12, "the enumeration lost draft sequences"
+    one_by_one = _outcome(world, proposals, token_by_token, depth)
+    blocks = _outcome(world, proposals, in_blocks, depth)
+    return Outcome(max(one_by_one[0], blocks[0]), one_by_one[1], blocks[1])
+
+
+def _outcome(
+    world: World, proposals: list[tuple[float, ProposalRows]], verification: Verification, depth: int
+) -> tuple[float, float]:
     # Mass by output prefix, from where on the target samples by itself.
     settled: dict[Tokens, float] = {}
-    accepted = 0.0
-    total = 0.0
-    for drawn_with, drafted in world.drafts(steps, stop):
-        weight = drawn_with
-        total += weight
-        prefix: Tokens = ()
-        for token, row in rule(drafted):
-            if prefix and prefix[-1] == world.target_end:
-                break
-            law = world.target_law(prefix)
-            proposed = row[token]
-            accept = min(1.0, law[token] / proposed) if proposed > 0 else 0.0
-            residual = law.copy()
-            for other, probability in row.items():
-                residual[other] = max(0.0, residual[other] - probability)
-            if accept < 1.0 and residual.sum() > 0:
-                share = weight * (1.0 - accept) / residual.sum()
-                for other in np.flatnonzero(residual).tolist():
-                    key = (*prefix, other)[:depth]
-                    settled[key] = settled.get(key, 0.0) + share * residual[other]
-            weight *= accept
-            accepted += weight
-            prefix = (*prefix, token)
-        settled[prefix[:depth]] = settled.get(prefix[:depth], 0.0) + weight
-    assert abs(total - 1.0) < 1e-12, "the enumeration lost draft sequences"
+    mean_accepted = 0.0
+    for weight, proposal in proposals:
+        tokens = tuple(token for token, _ in proposal)
+        for chance, accepted, other in verification(world, proposal):
+            prefix = tokens[:accepted] if other is None else (*tokens[:accepted], other)
+            if world.target_end in prefix:  # nothing is output after it
+                prefix = prefix[: prefix.index(world.target_end) + 1]
+            settled[prefix[:depth]] = settled.get(prefix[:depth], 0.0) + weight * chance
+            mean_accepted += weight * chance * accepted
 
     def distance(prefix: Tokens, arrived: float, due: float) -> float:
         """``arrived``: mass of the outputs that start with this prefix and came here by the target's own sampling."""
@@ -177,4 +212,4 @@ def outcome(world: World, rule: Rule, *, steps: int, depth: int, stop: StopRule 
         law = world.target_law(prefix)
         return sum(distance((*prefix, t), arrived * law[t], due * law[t]) for t in range(len(world.target)))
 
-    return Outcome(0.5 * distance((), 0.0, 1.0), accepted)
+    return 0.5 * distance((), 0.0, 1.0), mean_accepted

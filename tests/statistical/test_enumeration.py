@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from reference import block_verification
 from reference.enumeration import GO_ON, LAST, STOP, outcome
 from reference.toy_rules import (
     CHARACTERS,
@@ -183,3 +184,25 @@ def test_enumeration_finds_a_single_wrong_probability():
         return [(token, {**row, low: row[low] - shift, others[-1]: row[others[-1]] + shift}), *rest]
 
     assert outcome(toy, slightly_wrong, steps=1, depth=1).distance > 1e-9
+
+
+def test_blocks_accept_no_fewer_tokens_and_mostly_more():
+    """Theorem 2 of Sun et al., arXiv 2403.10444."""
+    gains = []
+    for seed in range(6):
+        toy = world(seed, ends=False)
+        for extendable in sets(toy):
+            result = outcome(toy, product_rule(toy, extendable=extendable), steps=3, depth=3)
+            gains.append(result.accepted_in_blocks - result.accepted)
+    assert min(gains) > -EXACT
+    assert np.mean(gains) > 0.01
+
+
+def test_enumeration_finds_blocks_with_the_residuals_of_single_tokens(monkeypatch):
+    residual = block_verification.residual
+    monkeypatch.setattr(block_verification, "residual", lambda _chance, draft, target: residual(1.0, draft, target))
+    distances = [
+        outcome(toy := world(seed, ends=False), product_rule(toy, extendable=(0, 1)), steps=3, depth=3).distance
+        for seed in range(6)
+    ]
+    assert max(distances) > 0.01

@@ -101,6 +101,26 @@ def padding() -> object:
         torch.Tensor.softmax = soft_max
 
 
+def numbers() -> object:
+    """Whether a seeded request's rejected token takes as many random numbers as there are tokens."""
+    size = 64
+    seeded, by_size = (torch.Generator().manual_seed(0) for _ in range(2))
+    metadata = SimpleNamespace(all_greedy=False, all_random=True, temperature=torch.ones(1), generators={0: seeded})
+    rejection_sampler.rejection_sample(
+        torch.tensor([0], dtype=torch.int32),
+        [1],
+        1,
+        torch.tensor([1], dtype=torch.int32),
+        None,
+        torch.zeros(1, size),
+        torch.tensor([[3]]),
+        metadata,
+    )
+    torch.rand(1, dtype=torch.float64, generator=by_size)  # whether it is accepted
+    torch.empty(size).exponential_(generator=by_size)
+    return torch.equal(seeded.get_state(), by_size.get_state())
+
+
 def budget() -> object:
     """Three requests without proposals; the last one's budget is spent. The largest logit of each row, then and after
     one step more, when its thinking has ended."""
@@ -148,7 +168,7 @@ if "patched" in sys.argv:
     assert again == [], again
 
 results: dict[str, object] = {"applied": applied}
-for case in (expand, top_k, rewind, padding, budget, inherited):
+for case in (expand, top_k, rewind, padding, numbers, budget, inherited):
     try:
         results[case.__name__] = case()
     except (RuntimeError, IndexError, NotImplementedError) as error:

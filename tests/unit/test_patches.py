@@ -19,6 +19,7 @@ WORKING = {
     "top_k": [0, 8],
     "rewind": {"discarded draw comes again": True, "other draw goes on": True, "rows": [0, 1]},
     "padding": [[2, -1]],
+    "numbers": False,
     "budget": [[3, 3, 2], [3, 3, 3]],
     "inherited": [[0, 2], []],
 }
@@ -53,7 +54,7 @@ def test_every_fault_was_found_by_its_probe():
         "expand_batch_to_tokens",
         "apply_sampling_constraints",
         "generator rewind",
-        "padded proposals",
+        "block verification",
         "thinking budget without proposals",
         "thinking budget of finished requests",
     ]
