@@ -8,7 +8,8 @@ weights and the same draft. Times mean nothing here (large batches); ``benchmark
 
 *accepted* is vLLM's own count. *expected* is its mean given the proposals, which is less noisy: the verifier computes
 the target's law q at every proposed token t, so the chance a = min(1, q(t)/P(t)) that it accepts t is known, and a
-proposal's expected count is a₁ + a₁a₂ + … (Leviathan et al., arXiv 2211.17192, section 3).
+proposal's expected count is a₁ + a₁a₂ + … (Leviathan et al., arXiv 2211.17192, section 3). *in blocks* is the mean where
+the same proposals are judged in blocks (Sun et al., arXiv 2403.10444).
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ import os
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from itertools import accumulate, zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.engine_worker import difference, model_runner, prompt_ids, speculation_counters
 from benchmarks.prompts import FIVE_TASKS, load_prompts
 from benchmarks.provenance import provenance, without_folders
+from vllm_tokentiming.vllm_adapter.verification import limits, residual_laws
 
 if TYPE_CHECKING:
     import torch
@@ -89,21 +91,22 @@ class ExpectedAcceptance:
 
         self._stock = rejection_sampler.rejection_sample
         self._request_ids = request_ids
-        self._chances: defaultdict[str, list[list[float]]] = defaultdict(list)
+        # By request, for each draft: the chances that its first i tokens stand, judged one after the other, and in blocks.
+        self._reached: defaultdict[str, list[tuple[list[float], list[float]]]] = defaultdict(list)
         rejection_sampler.rejection_sample = self._observe
 
     def reset(self) -> None:
         """Begin a measurement."""
-        self._chances.clear()
+        self._reached.clear()
 
-    def summary(self, requests: Collection[str]) -> dict[str, Any]:
+    def summary(self, requests: Collection[str], *, in_blocks: bool) -> dict[str, Any]:
         """The sums over some requests since :meth:`reset`; ``squares`` is for the standard error."""
         # vLLM's core appends "-" and random digits to a request's id.
         drafts = [
-            list(accumulate(chances, operator.mul))
-            for request_id, proposals in self._chances.items()
+            reached[in_blocks]
+            for request_id, of_request in self._reached.items()
             if request_id.rpartition("-")[0] in requests
-            for chances in proposals
+            for reached in of_request
         ]
         longest = max(map(len, drafts), default=0)
         return {
@@ -137,11 +140,22 @@ class ExpectedAcceptance:
             chance = (target_logits.gather(1, proposed) - target_logits.logsumexp(dim=-1, keepdim=True)).double().exp()
             if draft_probs is not None:
                 chance /= draft_probs.gather(1, proposed)
-        at = 0
-        for request_id, count in zip(self._request_ids(), num_draft_tokens, strict=False):
-            if count and not padding[at]:
-                self._chances[request_id].append(chance[at : at + count, 0].clamp(max=1.0).tolist())
-            at += count
+        starts = list(accumulate(num_draft_tokens, initial=0))
+        if sampling_metadata.all_greedy:
+            masses, weights = [], []
+        else:
+            target_probs = target_logits.softmax(dim=-1)
+            weights, residuals = residual_laws(draft_token_ids.tolist(), starts, draft_probs, target_probs)
+            masses = residuals.sum(dim=-1).tolist()
+        for row, (request_id, (start, end)) in enumerate(zip(self._request_ids(), pairwise(starts), strict=False)):
+            if start == end or padding[start]:
+                continue
+            alone = list(accumulate(chance[start:end, 0].clamp(max=1.0).tolist(), operator.mul))
+            blocks = alone
+            if masses:
+                fails = [1.0 - limit for limit in limits(weights[start + row : end + row + 1], masses[start:end])]
+                blocks = [1.0 - math.prod(fails[i:]) for i in range(len(fails))]
+            self._reached[request_id].append((alone, blocks))
         return self._stock(
             draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target_logits,
             *args, **kwargs,
@@ -194,10 +208,12 @@ def measure(
             "configuration": configuration,
             "temperature": temperature,
             "task": task,
-            "expected": expected.summary({o.request_id for o, of in zip(outputs, tasks, strict=True) if of == task}),
+            "expected": expected.summary(of_task, in_blocks=False),
+            "expected_in_blocks": expected.summary(of_task, in_blocks=True),
             "counted_over_all_tasks": counted,
         }
         for task in arguments.tasks
+        for of_task in [{o.request_id for o, of in zip(outputs, tasks, strict=True) if of == task}]
     ]
 
 
@@ -207,12 +223,12 @@ def print_table(document: dict[str, Any]) -> None:
     for record in document["records"]:
         rows[record["temperature"], json.dumps(record["configuration"])][record["task"]] = record
     tasks = list(dict.fromkeys(record["task"] for record in document["records"]))
-    heads = ["T", "options", *tasks, "mean", "all drafts", "counted", "by position"]
+    heads = ["T", "options", *tasks, "mean", "in blocks", "all drafts", "counted", "by position"]
     print("\n| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|")
     for (temperature, name), by_task in rows.items():
         expected = [by_task[task]["expected"] for task in tasks if task in by_task]
         counted = next(iter(by_task.values()))["counted_over_all_tasks"]
-        lengths = [1 + each["accepted_tokens"] / max(1, each["drafts"]) for each in expected]
+        lengths = _lengths(expected)
         error = math.sqrt(sum(_squared_error(each) for each in expected)) / len(expected)
         drafts = sum(each["drafts"] for each in expected)
         positions = [
@@ -220,10 +236,17 @@ def print_table(document: dict[str, Any]) -> None:
         ]
         cells = [f"{length:.2f}" for length in lengths]
         cells.append(f"{statistics.mean(lengths):.3f} ± {error:.3f}")
+        # Files of before blocks were judged lack the second count.
+        blocks = [by_task[task].get("expected_in_blocks") for task in tasks if task in by_task]
+        cells.append(f"{statistics.mean(_lengths(blocks)):.3f}" if all(blocks) else "")
         cells.append(f"{1 + sum(each['accepted_tokens'] for each in expected) / drafts:.3f}")
         cells.append(f"{1 + counted['accepted_tokens'] / max(1, counted['drafts']):.3f}")
         cells.append(" ".join(f"{value:.2f}" for value in positions))
         print(f"| {temperature} | {name} | " + " | ".join(cells) + " |")
+
+
+def _lengths(expected: Sequence[dict[str, Any]]) -> list[float]:
+    return [1 + each["accepted_tokens"] / max(1, each["drafts"]) for each in expected]
 
 
 def _squared_error(expected: dict[str, Any]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -77,7 +77,7 @@ def test_each_request_is_judged_as_the_reference_does(monkeypatch, point_masses)
         output = judge(ids, counts, None if point_masses else draft, target, metadata(temperatures=[1.0] * 5))
         target_laws = target.log().softmax(-1).double().tolist()
         starts = list(accumulate(counts, initial=0))
-        for row, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        for row, (start, end) in enumerate(pairwise(starts)):
             accepted, other = block_verification.verify(
                 ids[start:end],
                 draft[start:end].double().tolist(),

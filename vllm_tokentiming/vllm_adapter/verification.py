@@ -8,8 +8,8 @@ number; vLLM's own function draws one of 152,000 numbers for each request, which
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -19,11 +19,11 @@ PLACEHOLDER: Final = -1
 """What vLLM expects in the place of tokens that are not there."""
 
 
-def rejection_sample(
+def rejection_sample(  # noqa: PLR0917 - vLLM's signature
     draft_token_ids: torch.Tensor,
     num_draft_tokens: list[int],
     max_spec_len: int,
-    cu_num_draft_tokens: torch.Tensor,
+    cu_num_draft_tokens: torch.Tensor,  # noqa: ARG001 - vLLM's signature
     draft_probs: torch.Tensor | None,
     target_logits: torch.Tensor,
     bonus_token_ids: torch.Tensor,
@@ -56,10 +56,10 @@ def rejection_sample(
     # NumPy's argmax takes a quarter of torch's time, and also finds the first of equals.
     likeliest = target_logits.numpy().argmax(axis=-1).tolist() if any(is_greedy) else []
     judged = (
-        {} if all(is_greedy) else _judge_blocks(ids, starts, is_greedy, draft_probs, target_logits, sampling_metadata)
+        [] if all(is_greedy) else _judge_blocks(ids, starts, draft_probs, target_logits, sampling_metadata.generators)
     )
     output = np.full((len(num_draft_tokens), max_spec_len + 1), PLACEHOLDER, dtype=np.int32)
-    for row, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for row, (start, end) in enumerate(pairwise(starts)):
         if is_greedy[row]:
             accepted = next((i for i in range(end - start) if ids[start + i] != likeliest[start + i]), end - start)
             other = likeliest[start + accepted] if accepted < end - start else PLACEHOLDER
@@ -73,17 +73,15 @@ def rejection_sample(
 def _judge_blocks(
     ids: list[int],
     starts: list[int],
-    is_greedy: list[bool],
     draft_probs: torch.Tensor | None,
     target_logits: torch.Tensor,
-    sampling_metadata: Any,
-) -> dict[int, tuple[int, int]]:
-    """For each request that samples: how many of its tokens stand, and the token that takes the next one's place."""
+    generators: Mapping[int, torch.Generator],
+) -> list[tuple[int, int]]:
+    """For each request: how many of its tokens stand, and the token that takes the next one's place."""
     from vllm.v1.sample.rejection_sampler import generate_uniform_probs
 
-    counts = [end - start for start, end in zip(starts, starts[1:], strict=False)]
-    generators = sampling_metadata.generators
-    chances = generate_uniform_probs(len(ids), counts, generators, target_logits.device).tolist()
+    counts = [end - start for start, end in pairwise(starts)]
+    chances = generate_uniform_probs(len(ids), counts, dict(generators), target_logits.device).tolist()
     numbers = torch.rand(len(counts), dtype=torch.float64)
     for row, generator in generators.items():
         if row < len(counts) and counts[row]:  # the generators of others stay as they are
@@ -91,18 +89,17 @@ def _judge_blocks(
     target_probs = target_logits.softmax(dim=-1, dtype=torch.float32)
     weights, residuals = residual_laws(ids, starts, draft_probs, target_probs)
     masses = residuals.sum(dim=-1).tolist()
-    judged, rejecting = {}, []
-    for row, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
-        if is_greedy[row]:
-            continue
-        accepted = accepted_length(weights[start + row : end + row + 1], masses[start:end], chances[start:end])
-        judged[row] = (accepted, PLACEHOLDER)
-        if accepted < end - start:
-            rejecting.append(row)
-    rows = [starts[row] + judged[row][0] for row in rejecting]
-    for row, token in zip(rejecting, draw(residuals[rows], numbers[rejecting]), strict=True):
-        judged[row] = (judged[row][0], token)
-    return judged
+    accepted = [
+        accepted_length(limits(weights[start + row : end + row + 1], masses[start:end]), chances[start:end])
+        for row, (start, end) in enumerate(pairwise(starts))
+    ]
+    rejecting = [row for row, count in enumerate(counts) if accepted[row] < count]
+    others = [PLACEHOLDER] * len(counts)
+    for row, token in zip(
+        rejecting, draw(residuals[[starts[row] + accepted[row] for row in rejecting]], numbers[rejecting]), strict=True
+    ):
+        others[row] = token
+    return list(zip(accepted, others, strict=True))
 
 
 def residual_laws(
@@ -125,7 +122,7 @@ def residual_laws(
     target_at = target_probs.gather(1, safe).flatten().tolist()
     draft_at = draft_probs.gather(1, safe).flatten().tolist() if draft_probs is not None else [1.0] * len(ids)
     weights, before = [], []
-    for start, end in zip(starts, starts[1:], strict=False):
+    for start, end in pairwise(starts):
         weight = 1.0
         weights.append(weight)
         for i in range(start, end):
@@ -141,23 +138,24 @@ def residual_laws(
     return weights, residuals
 
 
-def accepted_length(weights: Sequence[float], masses: Sequence[float], chances: Sequence[float]) -> int:
-    """The longest prefix that stands (algorithm 2 of the paper).
+def limits(weights: Sequence[float], masses: Sequence[float]) -> list[float]:
+    """Below which a uniform number lets the first i tokens of one request stand, i = 1 … their number (equation 5).
 
     Args:
-        weights: [tokens + 1], p_0 … of one request.
+        weights: [tokens + 1], p_0 …
         masses: [tokens], the sums of its residual laws.
-        chances: [tokens], uniform in [0, 1).
     """
-    for length in range(len(chances), 0, -1):
-        if length == len(chances):
-            limit = weights[length]
-        else:
-            mass = masses[length]
-            limit = mass / (mass + 1.0 - weights[length]) if mass > 0.0 else 0.0
-        if chances[length - 1] < limit:
-            return length
-    return 0
+    inner = [
+        mass / (mass + 1.0 - weight) if mass > 0.0 else 0.0
+        for weight, mass in zip(weights[1:], masses[1:], strict=False)
+    ]
+    return [*inner, weights[-1]] if masses else []
+
+
+def accepted_length(limits: Sequence[float], chances: Sequence[float]) -> int:
+    """The longest prefix that stands; ``chances``: [tokens], uniform in [0, 1)."""
+    standing = (length for length in range(len(limits), 0, -1) if chances[length - 1] < limits[length - 1])
+    return next(standing, 0)
 
 
 def draw(residuals: torch.Tensor, numbers: torch.Tensor) -> list[int]:
