@@ -8,8 +8,8 @@ weights and the same draft. Times mean nothing here (large batches); ``benchmark
 
 *accepted* is vLLM's own count. *expected* is its mean given the proposals, which is less noisy: the verifier computes
 the target's law q at every proposed token t, so the chance a = min(1, q(t)/P(t)) that it accepts t is known, and a
-proposal's expected count is a₁ + a₁a₂ + … (Leviathan et al., arXiv 2211.17192, section 3). *in blocks* is the mean where
-the same proposals are judged in blocks (Sun et al., arXiv 2403.10444).
+proposal's expected count is a₁ + a₁a₂ + … (Leviathan et al., arXiv 2211.17192, section 3). *in blocks* is the mean
+where the same proposals are judged in blocks (Sun et al., arXiv 2403.10444).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ExpectedAcceptance:
 
         self._stock = rejection_sampler.rejection_sample
         self._request_ids = request_ids
-        # By request, for each draft: the chances that its first i tokens stand, judged one after the other, and in blocks.
+        # By request, for each draft: the chances that its first i tokens stand, judged one by one, and in blocks.
         self._reached: defaultdict[str, list[tuple[list[float], list[float]]]] = defaultdict(list)
         rejection_sampler.rejection_sample = self._observe
 

@@ -255,12 +255,12 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="block verification",
-        symptom="at temperature > 0 fewer tokens are accepted than can be, verifying takes 5 ms longer for every request "
-        "of a batch (152,000 logits), and a prompt that the prefix cache holds up to its last token may begin with a "
-        "token of a wrong law",
+        symptom="at temperature > 0 fewer tokens are accepted than can be, verifying takes 5 ms longer for every "
+        "request of a batch (152,000 logits), and a prompt that the prefix cache holds up to its last token may begin "
+        "with a token of a wrong law",
         cause="vLLM has block verification for its GPU runner V2 alone; rejection_sample draws a random number for "
-        "every entry of the vocabulary; and the scheduler pads the first step of such a prompt with proposals of id -1, "
-        "at which the CPU kernel reads a probability out of bounds (Triton's rejects ids below 0)",
+        "every entry of the vocabulary; and the scheduler pads the first step of such a prompt with proposals of id "
+        "-1, at which the CPU kernel reads a probability out of bounds (Triton's rejects ids below 0)",
         removal="when rejection_sample_method=block works on CPU, without these two faults",
         is_needed=_tokens_are_judged_alone,
         apply=_mend_verification,
