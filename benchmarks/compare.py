@@ -11,6 +11,7 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -42,30 +43,44 @@ def merge(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**first, "systems": list(systems.values()), "records": records}
 
 
+class Part(Enum):
+    """Of which part of a record's time tokens per second are taken."""
+
+    WHOLE = "whole"
+    WHILE_FULL = "while as many requests ran as can run at once"
+    AFTER_FIRST_TOKEN = "after the first token"
+
+
+def rate(record: dict[str, Any], part: Part = Part.WHOLE) -> float | None:
+    """Tokens per second; None where that part was not measured, or is not defined."""
+    tokens = sum(map(len, record["token_ids"]))
+    if part is Part.WHOLE:
+        return float(tokens / record["seconds"])
+    if part is Part.WHILE_FULL:
+        full = record.get("full") if record.get("batch", 1) > 1 else None
+        return full["tokens"] / full["seconds"] if full else None
+    first = record.get("first_token_seconds") or []
+    return (tokens - 1) / (record["seconds"] - first[0]) if len(first) == 1 and tokens > 1 else None
+
+
 def speed_ups(
-    document: dict[str, Any], *, baseline: str, while_full: bool = False
+    document: dict[str, Any], *, baseline: str, part: Part = Part.WHOLE
 ) -> dict[tuple[float, str], dict[str, list[float]]]:
     """Ratio of tokens per second to the baseline's on the same prompts, by (temperature, system) and task.
 
-    Where the baseline was measured at one temperature only, that serves all. ``while_full``: of the time in which as
-    many requests ran as can run at once, where that was measured.
+    Where the baseline was measured at one temperature only, that serves all.
     """
     rates: dict[tuple[str, str], dict[tuple[float, str], float]] = defaultdict(dict)
     for record in document["records"]:
-        if while_full:
-            if not (full := record.get("full")):
-                continue
-            rate = full["tokens"] / full["seconds"]
-        else:
-            rate = sum(map(len, record["token_ids"])) / record["seconds"]
-        rates[record["task"], str(record["question_ids"])][record["temperature"], record["system"]] = rate
+        if found := rate(record, part):
+            rates[record["task"], str(record["question_ids"])][record["temperature"], record["system"]] = found
     ratios: dict[tuple[float, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for (task, _), by_system in rates.items():
-        of_baseline = {temperature: rate for (temperature, system), rate in by_system.items() if system == baseline}
-        for (temperature, system), rate in by_system.items():
+        of_baseline = {temperature: found for (temperature, system), found in by_system.items() if system == baseline}
+        for (temperature, system), found in by_system.items():
             reference = of_baseline.get(temperature) or next(iter(of_baseline.values()), None)
             if reference is not None:
-                ratios[temperature, system][task].append(rate / reference)
+                ratios[temperature, system][task].append(found / reference)
     return ratios
 
 
@@ -121,9 +136,10 @@ def _print_tables(document: dict[str, Any], *, baseline: str) -> None:
     tasks = list(dict.fromkeys(record["task"] for record in document["records"]))
     print(f"\nSpeed-up over {baseline} (geometric mean; quartiles over prompts)\n")
     _print_speed_ups(speed_ups(document, baseline=baseline), tasks=tasks)
-    if any(record.get("batch", 1) > 1 and record.get("full") for record in document["records"]):
-        print("\nThe same while as many requests ran as can run at once\n")
-        _print_speed_ups(speed_ups(document, baseline=baseline, while_full=True), tasks=tasks)
+    for part in (Part.WHILE_FULL, Part.AFTER_FIRST_TOKEN):
+        if found := speed_ups(document, baseline=baseline, part=part):
+            print(f"\nThe same {part.value}\n")
+            _print_speed_ups(found, tasks=tasks)
     print("\n| T | system | accepted share | tokens per verify pass | accepted by position |")
     print("|---|---|---|---|---|")
     for (temperature, system), row in sorted(acceptance(document).items()):

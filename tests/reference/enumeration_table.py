@@ -33,8 +33,10 @@ RULES = {
 
 
 def line(name, results):
-    distances, accepted = [r.distance for r in results], np.mean([r.accepted for r in results])
-    sys.stdout.write(f"| {name} | {max(distances):.1e} | {np.mean(distances):.1e} | {accepted:.2f} |\n")
+    distances = [r.distance for r in results]
+    accepted, in_blocks = np.mean([r.accepted for r in results]), np.mean([r.accepted_in_blocks for r in results])
+    figures = f"{max(distances):.1e} | {np.mean(distances):.1e} | {accepted:.3f} | {in_blocks:.3f}"
+    sys.stdout.write(f"| {name} | {figures} |\n")
 
 
 def main():

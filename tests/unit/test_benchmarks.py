@@ -102,6 +102,20 @@ def test_full_batches_have_a_table_of_their_own(capsys):
     assert "while as many" not in capsys.readouterr().out
 
 
+def test_time_after_the_first_token_has_a_table_of_its_own(capsys):
+    records = [  # four tokens each
+        record("none", 0.0, question=1, seconds=4.0) | {"first_token_seconds": [1.0]},
+        record("ours", 0.0, question=1, seconds=2.0) | {"first_token_seconds": [1.0]},
+    ]
+    print_tables(end_to_end(*records))
+    printed = capsys.readouterr().out
+    assert "| 0.0 | ours | 2.00 |" in printed
+    assert "| 0.0 | ours | 3.00 |" in printed.split("after the first token")[1]
+    batch = [each | {"batch": 2, "first_token_seconds": [1.0, 1.0]} for each in records]
+    print_tables(end_to_end(*batch))
+    assert "after the first token" not in capsys.readouterr().out
+
+
 def test_outputs_are_compared_at_temperature_0_only():
     document = end_to_end(
         record("none", 0.0, question=1, seconds=1.0),
