@@ -125,6 +125,15 @@ def test_greedy_requests_accept_what_is_likeliest():
     assert output.tolist() == [[0, 1, -1], [0, 0, -1]]  # of equals the first
 
 
+def test_a_broken_law_of_the_target_accepts_nothing():
+    target = laws(np.random.default_rng(0), 2)
+    target[0] = torch.nan
+    for draft in (None, laws(np.random.default_rng(1), 2)):
+        (output,) = judge([1, 2], [2], draft, target, metadata(temperatures=[1.0])).tolist()
+        assert 0 <= output[0] < VOCABULARY
+        assert output[1:] == [-1, -1]
+
+
 def test_laws_that_are_the_same_are_accepted_whole():
     law = laws(np.random.default_rng(0), 3)
     output = judge([1, 2, 3], [3], law, law, metadata(temperatures=[1.0]), bonus=[4])

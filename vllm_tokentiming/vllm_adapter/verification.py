@@ -127,7 +127,7 @@ def residual_laws(
         weights.append(weight)
         for i in range(start, end):
             before.append(weight)
-            possible = ids[i] >= 0 and draft_at[i] > 0.0
+            possible = ids[i] >= 0 and draft_at[i] > 0.0 and target_at[i] > 0.0  # false where it is not a number
             weight = min(1.0, weight * target_at[i] / draft_at[i]) if possible else 0.0
             weights.append(weight)
     residuals = target_probs * torch.tensor(before, dtype=torch.float32).unsqueeze(-1)
