@@ -33,6 +33,9 @@ _FIRST_SPECULATIVE_PROBE: Final = 16
 _LONGEST_PROBE_INTERVAL: Final = 512
 _SPECULATIVE_PROBE: Final = 4
 """Cycles of speculation in a row that try it where it has lost; the first one has to read what the draft missed."""
+_RETURN: Final = 1.05
+"""How much faster speculation must be where it has lost: the draft has to read what it missed, and where both ways are
+level it would do so again and again."""
 _PROBE_LOSS: Final = 0.01
 """Share of the time that trying the worse way may take, at most."""
 _BARE_EVERY: Final = 64
@@ -189,7 +192,9 @@ class CycleCosts:
 
     def better(self) -> bool:
         """Whether speculation is faster, as far as is known; it is the first guess."""
-        return self._slowdown.seconds == 0.0 or self._gain.value >= self._slowdown.value * self._tokens_of_a_pass
+        margin = 1.0 if self._was_better else _RETURN
+        level = self._slowdown.value * self._tokens_of_a_pass
+        return self._slowdown.seconds == 0.0 or self._gain.value >= margin * level
 
     def greet(self, batch: int) -> None:
         """Another request came. Until it shows what it is like, it is an average one, which may change the choice."""
