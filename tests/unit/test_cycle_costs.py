@@ -31,7 +31,7 @@ def test_one_slow_neighbour_is_not_believed():
 
 
 def test_where_both_ways_are_level_it_does_not_go_to_and_fro():
-    """A batch of sixteen whose speculation makes 1.62 tokens in 1.62 times the time; going back to it costs 0.9 more."""
+    """Of sixteen requests; speculation makes 1.62 tokens in 1.62 times the time, coming back costs 0.9 more."""
     returns, rates = 0, []
     for seed in range(40):
         rng, costs, last, tokens, seconds = random.Random(seed), CycleCosts(), True, 0.0, 0.0
