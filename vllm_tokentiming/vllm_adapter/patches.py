@@ -1,8 +1,9 @@
 """Faults of stock vLLM that stand in our way, each mended behind a probe that shows the fault.
 
-A patch is applied only where its probe finds the fault, so a vLLM that mends it needs no change here. All concern every
-speculative method, not only ours, and most of them CPU without triton-cpu alone (vLLM 0.32; all but "block
-verification" were looked at in 0.33's source and are unchanged there).
+A patch is applied only where its probe finds the fault, so a vLLM that mends it needs no change here; "block
+verification" alone is put in place on every CPU, for its own sake too. All concern every speculative method, not only
+ours, and most of them CPU without triton-cpu alone (vLLM 0.32; all but "block verification" were looked at in 0.33's
+source and are unchanged there).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ number; vLLM's own function draws one of 152,000 numbers for each request, which
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Final
 
@@ -40,7 +40,7 @@ def rejection_sample(  # noqa: PLR0917 - vLLM's signature
         draft_probs: float32 [proposed tokens, target vocabulary]; None where all are point masses.
         target_logits: float32 [proposed tokens, target vocabulary], after temperature, top-k and top-p.
         bonus_token_ids: int64 [requests, 1], used where all is accepted.
-        sampling_metadata: vLLM's: ``all_greedy``, ``all_random``, ``temperature`` and ``generators`` are read.
+        sampling_metadata: vLLM's: ``all_greedy``, ``temperature`` and ``generators`` are read.
         _of_other_methods: unused: acceptance without judging, which the plugin does not take, and the precision of
             noise that is not drawn here.
 
@@ -75,13 +75,13 @@ def _judge_blocks(
     starts: list[int],
     draft_probs: torch.Tensor | None,
     target_logits: torch.Tensor,
-    generators: Mapping[int, torch.Generator],
+    generators: dict[int, torch.Generator],
 ) -> list[tuple[int, int]]:
     """For each request: how many of its tokens stand, and the token that takes the next one's place."""
     from vllm.v1.sample.rejection_sampler import generate_uniform_probs
 
     counts = [end - start for start, end in pairwise(starts)]
-    chances = generate_uniform_probs(len(ids), counts, dict(generators), target_logits.device).tolist()
+    chances = generate_uniform_probs(len(ids), counts, generators, target_logits.device).tolist()
     numbers = torch.rand(len(counts), dtype=torch.float64)
     for row, generator in generators.items():
         if row < len(counts) and counts[row]:  # the generators of others stay as they are
@@ -117,7 +117,8 @@ def residual_laws(
         For each request the chance that its first i tokens stand, i = 0 … their number (the paper's p_i), all in one
         list; and float32 [proposed tokens, target vocabulary], max(p_i · target - draft, 0), not normalised.
     """
-    proposed = torch.tensor(ids, dtype=torch.long).unsqueeze(-1)
+    device = target_probs.device
+    proposed = torch.tensor(ids, dtype=torch.long, device=device).unsqueeze(-1)
     safe = proposed.clamp(min=0)
     target_at = target_probs.gather(1, safe).flatten().tolist()
     draft_at = draft_probs.gather(1, safe).flatten().tolist() if draft_probs is not None else [1.0] * len(ids)
@@ -130,7 +131,7 @@ def residual_laws(
             possible = ids[i] >= 0 and draft_at[i] > 0.0 and target_at[i] > 0.0  # false where it is not a number
             weight = min(1.0, weight * target_at[i] / draft_at[i]) if possible else 0.0
             weights.append(weight)
-    residuals = target_probs * torch.tensor(before, dtype=torch.float32).unsqueeze(-1)
+    residuals = target_probs * torch.tensor(before, dtype=torch.float32, device=device).unsqueeze(-1)
     if draft_probs is not None:
         residuals.sub_(draft_probs).clamp_(min=0.0)
     else:
