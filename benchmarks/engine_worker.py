@@ -7,10 +7,11 @@ hits all alike.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 COUNTERS = {
@@ -69,33 +70,97 @@ def while_full(steps: Sequence[Step], *, slots: int) -> dict[str, float] | None:
     return {"seconds": last.seconds - first.seconds, "tokens": last.tokens - first.tokens}
 
 
-def measure(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Run one batch of prompts to the end."""
-    from vllm import SamplingParams
+class WorkClock:
+    """``time.perf_counter`` without the time in which this process waited for its turn.
 
-    engine = llm.llm_engine
-    outputs: dict[str, Any] = {}
-    steps: list[Step] = []
-    before = speculation_counters(llm)
-    begun = time.perf_counter()
-    for place, ids in enumerate(request["prompt_token_ids"]):
-        engine.add_request(str(place), {"prompt_token_ids": ids}, SamplingParams(**request["sampling"]))
-    while engine.has_unfinished_requests():
-        outputs.update((output.request_id, output) for output in engine.step())
-        tokens = sum(len(output.outputs[0].token_ids) for output in outputs.values())
-        unfinished = len(request["prompt_token_ids"]) - sum(output.finished for output in outputs.values())
-        steps.append(Step(time.perf_counter() - begun, tokens, len(outputs), unfinished))
-    seconds = time.perf_counter() - begun
-    after = speculation_counters(llm)
-    ordered = [outputs[str(place)] for place in range(len(outputs))]
-    slots = min(len(ordered), llm.llm_engine.vllm_config.scheduler_config.max_num_seqs)
-    return {
-        "seconds": seconds,
-        "full": while_full(steps, slots=slots),
-        "token_ids": [list(output.outputs[0].token_ids) for output in ordered],
-        "first_token_seconds": [output.metrics.first_token_latency for output in ordered],
-        "speculation": difference(after, before),
-    }
+    It takes that function's place: our policy, which times cycles, must not take a wait for a slow pass.
+    """
+
+    def __init__(self) -> None:
+        self._now = time.perf_counter
+        self._waited = 0.0
+
+    def __call__(self) -> float:
+        """Seconds of work, since whenever."""
+        return self._now() - self._waited
+
+    def waiting(self, lines: Iterator[str]) -> Iterator[str]:
+        """The same lines; what it takes them to come is left out."""
+        while True:
+            begun = self._now()
+            line = next(lines, None)
+            self._waited += self._now() - begun
+            if line is None:
+                return
+            yield line
+
+
+class Measurement:
+    """One batch of prompts, run to the end at once or a turn at a time."""
+
+    def __init__(self, llm: Any, request: dict[str, Any]) -> None:
+        from vllm import SamplingParams
+
+        self._llm = llm
+        self._outputs: dict[str, Any] = {}
+        self._first_tokens: dict[str, float] = {}
+        self._steps: list[Step] = []
+        self._number = len(request["prompt_token_ids"])
+        self._before = speculation_counters(llm)
+        self._begun = time.perf_counter()
+        for place, ids in enumerate(request["prompt_token_ids"]):
+            llm.llm_engine.add_request(str(place), {"prompt_token_ids": ids}, SamplingParams(**request["sampling"]))
+        self._turns = 0
+        self._seconds = 0.0
+
+    def advance(self, at_least: float = math.inf) -> bool:
+        """Run for so many seconds, to the end of a step; whether it is finished."""
+        engine = self._llm.llm_engine
+        begun = time.perf_counter()
+        self._turns += 1
+        while engine.has_unfinished_requests() and time.perf_counter() - begun < at_least:
+            for output in engine.step():
+                self._outputs[output.request_id] = output
+                self._first_tokens.setdefault(output.request_id, time.perf_counter() - self._begun)
+            tokens = sum(len(output.outputs[0].token_ids) for output in self._outputs.values())
+            unfinished = self._number - sum(output.finished for output in self._outputs.values())
+            self._seconds = time.perf_counter() - self._begun
+            self._steps.append(Step(self._seconds, tokens, len(self._outputs), unfinished))
+        return not engine.has_unfinished_requests()
+
+    def result(self) -> dict[str, Any]:
+        """What came of it."""
+        places = [str(place) for place in range(len(self._outputs))]
+        slots = min(len(places), self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs)
+        return {
+            "seconds": self._seconds,
+            "turns": self._turns,
+            "full": while_full(self._steps, slots=slots),
+            "token_ids": [list(self._outputs[place].outputs[0].token_ids) for place in places],
+            "first_token_seconds": [self._first_tokens[place] for place in places],
+            "speculation": difference(speculation_counters(self._llm), self._before),
+        }
+
+
+def answer(llm: Any, request: dict[str, Any], measurements: list[Measurement]) -> dict[str, Any]:
+    """Follow one request: a whole batch, or the beginning of one, a turn of it, or what came of it.
+
+    Args:
+        llm: the engine.
+        request: ``prompt_token_ids`` and ``sampling``, with ``begin`` where it is to be run turn by turn; or
+            ``advance``, the seconds of a turn; or ``result``.
+        measurements: the one that was begun, if any; changed.
+    """
+    if "advance" in request:
+        return {"finished": measurements[0].advance(request["advance"])}
+    if "result" in request:
+        return measurements.pop().result()
+    measurement = Measurement(llm, request)
+    if "begin" in request:
+        measurements.append(measurement)
+        return {"finished": False}
+    measurement.advance()
+    return measurement.result()
 
 
 def main() -> None:
@@ -103,6 +168,7 @@ def main() -> None:
     # vLLM and its children write to standard output too; answers get a file descriptor of their own.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    clock = time.perf_counter = WorkClock()
     from vllm import LLM
 
     engine_args = json.loads(sys.argv[1])
@@ -110,11 +176,12 @@ def main() -> None:
     llm = LLM(**engine_args)
     tokenizer = llm.get_tokenizer()
     print(json.dumps({"ready": True, "start_seconds": time.perf_counter() - begun}), file=answers, flush=True)
-    for line in sys.stdin:
+    measurements: list[Measurement] = []
+    for line in clock.waiting(iter(sys.stdin)):
         request = json.loads(line)
         if "chat" in request:
             request["prompt_token_ids"] = [prompt_ids(tokenizer, text) for text in request.pop("chat")]
-        print(json.dumps(measure(llm, request)), file=answers, flush=True)
+        print(json.dumps(answer(llm, request, measurements)), file=answers, flush=True)
 
 
 def prompt_ids(tokenizer: Any, text: str) -> list[int]:

@@ -3,9 +3,11 @@
     python -m benchmarks.run --target DIR --draft DIR --prompts spec_bench.jsonl --systems none ours tli --output
     FILE.json
 
-Every system gets every prompt, in turn and in an order that rotates, so that drift of the machine hits all alike. Idle
-systems hold memory but no core. The JSON keeps one record per prompt, system and temperature, and where it was
-measured.
+Every system gets every prompt, in turn and in an order that rotates, so that drift of the machine hits all alike. With
+``--alternate`` the turns are not whole batches but about so many seconds, and a system's time is that of its own turns:
+where a machine's speed changes from one minute to the next, systems that differ by little cannot be told apart
+otherwise. Idle systems hold memory but no core. The JSON keeps one record per prompt, system and temperature, and where
+it was measured.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from typing import Any
 
 from benchmarks.prompts import FIVE_TASKS, Prompt, load_prompts
 from benchmarks.provenance import provenance, without_folders
-from benchmarks.systems import BASELINE, System, parse_system
+from benchmarks.systems import BASELINE, VLLM_WORKER, System, parse_system
+from scripts.cpu_env import cpu_environment, one_process_environment
 
 FORMAT = 2
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,12 +35,13 @@ ROOT = Path(__file__).resolve().parent.parent
 class Engine:
     """The process of one system."""
 
-    def __init__(self, system: System, shared_args: dict[str, Any], *, log: Path) -> None:
-        sys.path.insert(0, str(ROOT / "scripts"))
-        from cpu_env import cpu_environment
-
+    def __init__(self, system: System, shared_args: dict[str, Any], *, log: Path, takes_turns: bool = False) -> None:
         self.system = system
-        environment = {**cpu_environment(os.environ), **system.environment}
+        # To take turns, an engine must not run ahead of who asks it: all of it in one process.
+        environment = {
+            **(one_process_environment(len(os.sched_getaffinity(0))) if takes_turns else cpu_environment(os.environ)),
+            **system.environment,
+        }
         self._log = log.open("w", encoding="utf-8")
         self._process = subprocess.Popen(
             [sys.executable, "-m", system.worker, json.dumps({**shared_args, **system.engine_args})],
@@ -58,6 +62,14 @@ class Engine:
     def measure(self, texts: Sequence[str], sampling: dict[str, Any]) -> dict[str, Any]:
         """Generate for one batch."""
         return self.ask({"chat": list(texts), "sampling": sampling})
+
+    def begin(self, texts: Sequence[str], sampling: dict[str, Any]) -> None:
+        """Take in one batch, for :meth:`advance`."""
+        self.ask({"begin": True, "chat": list(texts), "sampling": sampling})
+
+    def advance(self, seconds: float) -> bool:
+        """Generate for about so long; whether the batch is finished."""
+        return bool(self.ask({"advance": seconds})["finished"])
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Have one request of the worker's protocol answered."""
@@ -112,6 +124,7 @@ def parse_arguments() -> argparse.Namespace:
         help="requests that run at once, where a batch has more; default: all of them, in which case the last of those "
         "that end at different times run alone, unlike in a server that stays full",
     )
+    parser.add_argument("--alternate", type=float, metavar="SECONDS", help="turns of so long instead of whole batches")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--max-model-len", type=int, default=4096)
@@ -129,12 +142,34 @@ def batches(prompts: Sequence[Prompt], size: int) -> Iterator[list[Prompt]]:
                 yield batch
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure everything, writing the JSON document as it grows; returns it."""
+def measure(
+    engines: Sequence[Engine], texts: Sequence[str], sampling: dict[str, Any], *, alternate: float | None
+) -> Iterator[dict[str, Any]]:
+    """The same batch through all engines, one after the other or, for so many seconds each, in turn; their answers."""
+    if alternate is None:
+        yield from (engine.measure(texts, sampling) for engine in engines)
+        return
+    for engine in engines:
+        engine.begin(texts, sampling)
+    running = list(engines)
+    while running:
+        running = [engine for engine in running if not engine.advance(alternate)]
+    yield from (engine.ask({"result": True}) for engine in engines)
+
+
+def _parse_systems(arguments: argparse.Namespace) -> list[System]:
     systems = [
         parse_system(text, draft=arguments.draft, num_speculative_tokens=arguments.num_speculative_tokens)
         for text in arguments.systems
     ]
+    if arguments.alternate is not None and any(system.worker != VLLM_WORKER for system in systems):
+        raise ValueError("--alternate: only systems of vLLM take turns; Hugging Face's generate whole batches")
+    return systems
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure everything, writing the JSON document as it grows; returns it."""
+    systems = _parse_systems(arguments)
     prompts = load_prompts(arguments.prompts, tasks=arguments.tasks, per_task=arguments.per_task, skip=arguments.skip)
     shared = {
         "model": arguments.target,
@@ -165,7 +200,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     try:
         for system in systems:
             log = arguments.output.with_suffix(f".{system.name.replace(' ', '-').replace('/', '-')}.log")
-            engines.append(Engine(system, shared, log=log))
+            engines.append(Engine(system, shared, log=log, takes_turns=arguments.alternate is not None))
             print(f"{system.name}: ready after {engines[-1].start_seconds:.0f} s", flush=True)
         for engine in engines:
             # Long enough that every kernel shape of the run has been seen.
@@ -174,12 +209,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         turns = [(size, batch) for size in arguments.batch for batch in batches(prompts, size)]
         for turn, (size, batch) in enumerate(turns):
             for temperature in arguments.temperatures:
-                for place in range(len(engines)):
-                    engine = engines[(turn + place) % len(engines)]
-                    if engine.system.name == BASELINE and arguments.baseline_temperature not in (None, temperature):
-                        continue
-                    sampling = _sampling(temperature, arguments.max_tokens)
-                    answer = engine.measure([prompt.text for prompt in batch], sampling)
+                in_order = [engines[(turn + place) % len(engines)] for place in range(len(engines))]
+                if arguments.baseline_temperature not in (None, temperature):
+                    in_order = [engine for engine in in_order if engine.system.name != BASELINE]
+                texts, sampling = [prompt.text for prompt in batch], _sampling(temperature, arguments.max_tokens)
+                answers = measure(in_order, texts, sampling, alternate=arguments.alternate)
+                for engine, answer in zip(in_order, answers, strict=True):
                     records.append(
                         {
                             "system": engine.system.name,

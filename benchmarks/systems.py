@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 BASELINE = "none"
+VLLM_WORKER = "benchmarks.engine_worker"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +25,7 @@ class System:
     name: str
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
-    worker: str = "benchmarks.engine_worker"
+    worker: str = VLLM_WORKER
 
 
 def parse_system(text: str, *, draft: str | None, num_speculative_tokens: int) -> System:

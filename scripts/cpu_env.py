@@ -73,6 +73,26 @@ def cpu_environment(base: Mapping[str, str], *, kv_cache_gib: int = 1, bind_thre
     return environment
 
 
+def one_process_environment(threads: int) -> dict[str, str]:
+    """What an engine needs that runs in one process, on so many cores.
+
+    It has no chance to set for its workers what vLLM sets for them (``vllm/utils/ompmultiprocessing.py``).
+    """
+    environment = cpu_environment(os.environ)
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if not is_cpu_build() or sys.platform != "linux":
+        return environment
+    cores = sorted(os.sched_getaffinity(0))[:threads]
+    return {
+        **environment,
+        "OMP_NUM_THREADS": str(threads),
+        "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{','.join(map(str, cores))}]",
+        "KMP_BLOCKTIME": "5",
+        "KMP_TPAUSE": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": core_list(cores),
+    }
+
+
 def main() -> None:
     """Replace this process by the command."""
     if len(sys.argv) < 2:

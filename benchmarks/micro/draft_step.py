@@ -28,27 +28,11 @@ import torch
 from safetensors import safe_open
 
 from benchmarks.provenance import provenance
-from scripts.cpu_env import core_list, cpu_environment, preloads
+from scripts.cpu_env import one_process_environment
 
 STEPS = 8
 BLOCKS = 8
 """KV blocks of a row: room for a context of 1000 tokens."""
-
-
-def bound_environment(threads: int) -> dict[str, str]:
-    """What vLLM sets before it starts a CPU worker with Intel's OpenMP (``vllm/utils/ompmultiprocessing.py``)."""
-    cores = sorted(os.sched_getaffinity(0))[:threads]
-    return {
-        **cpu_environment(os.environ),
-        "LD_PRELOAD": preloads(os.environ.get("LD_PRELOAD", "")),
-        "OMP_NUM_THREADS": str(threads),
-        "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{','.join(map(str, cores))}]",
-        "KMP_BLOCKTIME": "5",
-        "KMP_TPAUSE": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": core_list(cores),
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "HF_HUB_OFFLINE": "1",
-    }
 
 
 def weight_bytes(folder: Path) -> int:
@@ -227,7 +211,7 @@ def main() -> None:
     passed += ["--compiled"] if arguments.compiled else []
     measured = []
     for threads in arguments.threads:
-        environment = bound_environment(threads)
+        environment = {**one_process_environment(threads), "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-m", "benchmarks.micro.draft_step", "--child", f"--threads={threads}", *passed]
         output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
         found = json.loads(output.splitlines()[-1])
