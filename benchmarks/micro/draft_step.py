@@ -3,11 +3,12 @@
     python -m benchmarks.micro.draft_step --draft FOLDER [--compiled] [--threads 2 1] [--json FILE]
 
 A step is ``DraftForward.decode_step``: the model and its logits, no sampling. Ways: vLLM's layers, eager or compiled,
-and the hand-written step on vLLM's kernels; bfloat16, and int8 (``draft_quantization``). The floor is the bytes of
-weights that a step reads, by the bandwidth of reading a buffer of that size with the same threads. Every number of
-threads is a process of its own, bound to cores as vLLM binds its workers. All ways take turns, a few steps each, and
-before each turn the benchmark waits for a moment in which nobody else computes, as long as its patience lasts. On a
-machine that others use the minimum and the lowest decile say what it can do.
+the hand-written step on vLLM's kernels, and that on int8 kernels of our own; bfloat16, and int8
+(``draft_quantization``). The floor is the bytes of weights that a step reads, by the bandwidth of reading a buffer of
+that size with the same threads. Every number of threads is a process of its own, bound to cores as vLLM binds its
+workers. All ways take turns, a few steps each, and before each turn the benchmark waits for a moment in which nobody
+else computes, as long as its patience lasts. On a machine that others use the minimum and the lowest decile say what it
+can do.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 
 from benchmarks.provenance import provenance
 from scripts.cpu_env import one_process_environment
+
+if TYPE_CHECKING:
+    from vllm_tokentiming.engine.vllm_decode_step import LlamaDecodeStep
 
 STEPS = 8
 BLOCKS = 8
@@ -85,12 +89,20 @@ def load(folder: Path, *, int8: bool, compiled: bool, max_num_seqs: int) -> Any:
         return VllmDraftEngine(config, options)
 
 
-def stepper(engine: Any, *, by_hand: bool, context: int, batch: int) -> Callable[[], list[float]]:
+def hand_steps(engine: Any) -> dict[str, LlamaDecodeStep]:
+    """The hand-written steps of a draft: the one that it takes, and the one on vLLM's kernels alone."""
+    from vllm_tokentiming.engine.vllm_decode_step import LlamaDecodeStep
+
+    chosen = engine._forward.hand_step
+    if chosen is None:
+        sys.exit("this draft has no hand-written step here; VLLM_LOGGING_LEVEL=INFO says why")
+    steps = {"hand": LlamaDecodeStep(engine._model, cache=engine._cache)}
+    return {**steps, "own kernels": chosen} if chosen.has_int8_layers else steps
+
+
+def stepper(engine: Any, *, hand_step: LlamaDecodeStep | None, context: int, batch: int) -> Callable[[], list[float]]:
     """A function that takes some steps from the same context and returns their milliseconds."""
     forward = engine._forward
-    hand_step = forward.hand_step
-    if by_hand and hand_step is None:
-        sys.exit("this draft has no hand-written step here; VLLM_LOGGING_LEVEL=INFO says why")
     generator = torch.Generator().manual_seed(0)
     block_ids = [[1 + BLOCKS * row + i for i in range(BLOCKS)] for row in range(batch)]
     ids = torch.randint(engine.vocab_size, (batch, context), generator=generator).tolist()
@@ -98,7 +110,7 @@ def stepper(engine: Any, *, by_hand: bool, context: int, batch: int) -> Callable
     forward.prefill(ids=ids, starts=[0] * batch, block_ids=block_ids)
 
     def steps() -> list[float]:
-        forward.hand_step = hand_step if by_hand else None
+        forward.hand_step = hand_step
         forward.begin_decode(lengths=[context] * batch, block_ids=block_ids)
         spent = []
         for step in tokens:
@@ -157,10 +169,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     for compiled in (False, True) if arguments.compiled else (False,):
         for kind in sizes:
             engine = load(folder, int8=kind == "int8", compiled=compiled, max_num_seqs=max(2, arguments.batch))
+            shape = {"context": arguments.context, "batch": arguments.batch}
             name = f"layers {'compiled' if compiled else 'eager'} {kind}"
-            ways[name] = stepper(engine, by_hand=False, context=arguments.context, batch=arguments.batch)
+            ways[name] = stepper(engine, hand_step=None, **shape)
             if not compiled:
-                ways[f"hand {kind}"] = stepper(engine, by_hand=True, context=arguments.context, batch=arguments.batch)
+                for name, step in hand_steps(engine).items():
+                    ways[f"{name} {kind}"] = stepper(engine, hand_step=step, **shape)
     readers = {kind: reader(size) for kind, size in sizes.items()}
     taken: dict[str, list[float]] = {name: [] for name in ways}
     bandwidth: dict[str, list[float]] = {kind: [] for kind in sizes}

@@ -9,9 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import engine_harness as harness
+import llvmlite.binding as llvm
+import numba
 import pytest
 import torch
 
+from vllm_tokentiming.engine import openmp
 from vllm_tokentiming.tiny_pair import tiny_pair
 
 pytest.importorskip("vllm")
@@ -214,6 +217,68 @@ def test_another_vllm_is_not_trusted(tiny: tuple[Any, str], monkeypatch: pytest.
     assert why_unfit(engine._model, engine._cache) is None
     monkeypatch.setattr(vllm, "__version__", "0.33.0")
     assert "0.33.0" in str(why_unfit(engine._model, engine._cache))
+
+
+def _own_kernels_run_here() -> bool:
+    return bool(torch.cpu._is_amx_tile_supported()) and openmp.runtime() is not None
+
+
+def test_int8_weights_are_read_by_kernels_of_our_own(tiny: tuple[Any, str]) -> None:
+    engine, kind = tiny
+    assert engine._forward.hand_step.has_int8_layers is (kind == "int8" and _own_kernels_run_here())
+
+
+def test_own_kernels_that_do_something_else_are_not_taken(
+    tiny: tuple[Any, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step is then that on vLLM's kernels."""
+    from vllm_tokentiming.engine.vllm_decode_check import agreed_step
+    from vllm_tokentiming.engine.vllm_int8_layers import Int8Layers
+
+    engine, _ = tiny
+    step = engine._forward.hand_step
+    if not step.has_int8_layers:
+        pytest.skip("this draft has no kernels of our own here")
+    caplog.set_level(logging.INFO, logger="vllm_tokentiming")
+    monkeypatch.setattr(Int8Layers, "after_attention", lambda _layers, _region: None)
+    try:
+        found = agreed_step(engine._model, engine._cache, engine._forward)
+    finally:
+        engine._forward.hand_step = step
+    assert found is not None
+    assert not found.has_int8_layers
+    assert "without int8 kernels of its own: the KV that it writes in layer 1 differs" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda patch: patch.setattr(openmp, "runtime", lambda: None), "OpenMP runtime is not to be found"),
+        (lambda patch: patch.setattr(numba.config, "DISABLE_JIT", 1), "numba is told not to compile"),
+        (lambda patch: patch.setattr(numba.config, "CPU_NAME", "generic"), "or to compile for another CPU"),
+        (lambda patch: patch.setattr(llvm, "get_host_cpu_features", dict), "no AVX-512 VNNI"),
+    ],
+)
+def test_where_own_kernels_cannot_run(
+    tiny: tuple[Any, str], monkeypatch: pytest.MonkeyPatch, change: Callable[[pytest.MonkeyPatch], None], said: str
+) -> None:
+    from vllm_tokentiming.engine.vllm_int8_layers import why_unfit
+
+    engine, kind = tiny
+    if kind == "int8" and engine._forward.hand_step.has_int8_layers:
+        assert why_unfit(engine._model.model) is None
+    change(monkeypatch)
+    assert said in str(why_unfit(engine._model.model))
+
+
+def test_weights_that_are_not_int8_have_no_own_kernels(tiny: tuple[Any, str]) -> None:
+    from vllm_tokentiming.engine.vllm_int8_layers import why_unfit
+
+    engine, kind = tiny
+    if kind == "int8" or not llvm.get_host_cpu_features().get("avx512vnni", False) or openmp.runtime() is None:
+        pytest.skip("of the other kinds, where nothing else is missing")
+    expected = {"float32": "its activations are not bfloat16", "bfloat16": "its weights are not int8"}[kind]
+    assert expected in str(why_unfit(engine._model.model))
 
 
 @pytest.mark.real_models

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_tokentiming.engine import vllm_int8_layers as int8_layers
 from vllm_tokentiming.engine.vllm_decode_step import LlamaDecodeStep, why_unfit
 from vllm_tokentiming.engine.vllm_kv_cache import DraftKVCache
 
@@ -41,6 +42,14 @@ def agreed_step(model: Any, cache: DraftKVCache, forward: DraftForward) -> Llama
     """The hand-written step, where this draft has one and it agrees with vLLM's; else None, and the log says why."""
     reason = why_unfit(model, cache)
     if reason is None:
+        int8_reason = int8_layers.why_unfit(model.model)
+        if int8_reason is None:
+            step = LlamaDecodeStep(model, cache=cache, int8_layers=int8_layers.Int8Layers(model.model))
+            int8_reason = disagreement(forward, step, cache)
+            if int8_reason is None:
+                logger.info("the draft takes its decode steps on int8 kernels of its own, alone or with few rows")
+                return step
+        logger.info("the draft takes its decode steps without int8 kernels of its own: %s", int8_reason)
         step = LlamaDecodeStep(model, cache=cache)
         reason = disagreement(forward, step, cache)
         if reason is None:

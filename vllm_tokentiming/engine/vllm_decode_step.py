@@ -3,13 +3,14 @@
 A short pass is a decode step, or the few tokens of each request that the draft has to catch up with before it decodes.
 
 The same kernels, in the same order, on the same weights and KV; what is left out is module calls, custom-op dispatch
-and a new tensor for every result. Owns the activation buffers. The kernels are private to vLLM: only for the version
-that they were read in, and only after :func:`agrees` has compared a step with vLLM's own.
+and a new tensor for every result. Where the weights are int8 and rows are few, all between two attentions is a kernel
+of our own instead (``int8_kernels``). Owns the activation buffers. vLLM's kernels are private to it: only for the
+version that they were read in, and only after ``vllm_decode_check`` has compared a step with vLLM's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -24,7 +25,9 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
+from vllm_tokentiming.engine.int8_kernels import MAX_ROWS
 from vllm_tokentiming.engine.vllm_cpu_gemm import Gemm, bind_gemm
+from vllm_tokentiming.engine.vllm_int8_layers import Int8Layers
 from vllm_tokentiming.engine.vllm_kv_cache import DraftKVCache
 
 _VERSION = "0.32."
@@ -115,10 +118,12 @@ class LlamaDecodeStep:
     Args:
         model: the draft, loaded by vLLM, for which :func:`why_unfit` found nothing.
         cache: its KV, bound to its layers.
+        int8_layers: what takes few rows from one attention to the next, where that is not left to vLLM's kernels.
     """
 
-    def __init__(self, model: Any, *, cache: DraftKVCache) -> None:
+    def __init__(self, model: Any, *, cache: DraftKVCache, int8_layers: Int8Layers | None = None) -> None:
         body = model.model
+        self._int8_layers = int8_layers
         self._model = model
         self._embedding = body.embed_tokens.weight.data
         attention = body.layers[0].self_attn
@@ -133,6 +138,7 @@ class LlamaDecodeStep:
         self._builder = cache.attention_groups[0].get_metadata_builder()
         self._split_kv = envs.VLLM_CPU_ATTN_SPLIT_KV
         self._layers = self._bind(body)
+        self._no_regions = [0] * len(self._layers)
         self._buffers: dict[int, _Buffers] = {}
 
     @property
@@ -150,6 +156,11 @@ class LlamaDecodeStep:
     def is_quantized(self) -> bool:
         """Whether the layers round their input to few bits."""
         return self._model.quant_config is not None
+
+    @property
+    def has_int8_layers(self) -> bool:
+        """Whether few rows are taken from one attention to the next by kernels of our own."""
+        return self._int8_layers is not None
 
     def first_caches(self, number: int) -> list[torch.Tensor]:
         """The KV tensors of the first layers, [blocks, heads, block_size, content]."""
@@ -214,16 +225,20 @@ class LlamaDecodeStep:
         isa, kv_dtype, window = builder.isa, impl.kv_cache_dtype, impl.sliding_window
         residual, hidden = b.residual, b.hidden
         starts = b.query_start if query_start is None else query_start
-        torch.index_select(self._embedding, 0, ids, out=residual)
-        ops.rms_norm.default(hidden, residual, self._first_norm, epsilon)
+        fused = self._int8_layers if len(ids) <= MAX_ROWS else None
+        regions: Sequence[int] = self._no_regions
+        if fused is None:
+            torch.index_select(self._embedding, 0, ids, out=residual)
+            ops.rms_norm.default(hidden, residual, self._first_norm, epsilon)
+        else:
+            regions = fused.before_layers(ids)
         ops.compute_slot_mapping_kernel_impl.default(starts, positions, block_table, slots, self._block_size)
         plan = ops.get_scheduler_metadata.default(
             len(seq_lens), builder.num_heads, builder.num_kv_heads, builder.head_dim, seq_lens, builder.dtype, starts,
             True, builder.window_size, isa, self._split_kv, None, kv_dtype,
         )  # fmt: skip
-        for layer in self._layers:
-            qkv = layer.qkv(hidden, b.qkv)
-            if qkv is not b.qkv:
+        for layer, region in zip(self._layers, regions, strict=True):
+            if fused is None and (qkv := layer.qkv(hidden, b.qkv)) is not b.qkv:
                 b.qkv.copy_(qkv)  # one copy is less than a view for each of its parts
             rotate(positions, b.queries, b.keys, self._head_size, layer.cos_sin, self._is_neox)
             store(
@@ -235,6 +250,9 @@ class LlamaDecodeStep:
                 impl.scale, True, impl.alibi_slopes, window, block_table, impl.logits_soft_cap, plan, impl.sinks, None,
                 layer.key_scale, layer.value_scale, kv_dtype,
             )  # fmt: skip
+            if fused is not None:
+                fused.after_attention(region)
+                continue
             hidden = layer.output(b.attended, b.hidden)
             add_norm(hidden, residual, layer.mlp_norm, epsilon)
             silu(b.activated, layer.gate_up(hidden, b.gate_up))
@@ -269,5 +287,7 @@ class LlamaDecodeStep:
             activated=new(self._mlp_size),
             query_start=torch.arange(rows + 1, dtype=torch.int32),
         )
+        if self._int8_layers is not None and rows <= MAX_ROWS:
+            self._int8_layers.prepare(qkv=made.qkv, attended=made.attended, normed=made.hidden)
         self._buffers[rows] = made
         return made

@@ -1,0 +1,421 @@
+"""What does a Llama-shaped draft with int8 weights compute between two attentions? One parallel region, for few rows.
+
+A decode step on vLLM's kernels is made of many small ones: each forks and joins the threads, rounds its own input to
+int8, and lets the stream of weights from memory stop, which is all that a step should wait for. Here a layer's output
+projection, norms, MLP and the next layer's query, key and value projection are one region with three barriers.
+
+Weights stay as vLLM packed them (``convert_weight_packed``, from SGLang): for 32 output channels at a time int8
+[K/4, 32, 4], then int32 [32], 128 times the sum of each channel's weights. The instruction multiplies unsigned by
+signed bytes, so inputs are rounded to int8 and moved up by 128, and that product is taken off again. As in vLLM's
+kernel an input has one scale a row, its largest magnitude / 127; between products all is float32 here, bfloat16 there.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from vllm_tokentiming.engine.openmp import BARRIER, THREAD, THREADS
+
+logger = logging.getLogger(__name__)
+
+CHANNELS: Final = 32
+"""Output channels of a block of packed weights."""
+
+MAX_ROWS: Final = 4
+
+_AHEAD: Final = 2048
+"""Bytes of weights that are asked for before they are needed."""
+
+_LANES = ir.VectorType(ir.IntType(32), 16)
+
+_CORRECTION: Final = 4
+"""Bytes that packing adds to the weights of an output channel."""
+
+# Fields of a region's description, int64: numbers and addresses. A product has six.
+ROWS, WIDTH, EPSILON = 0, 1, 2
+RESIDUAL, OTHER_RESIDUAL, SUMMAND = 3, 4, 5
+INPUT, NORM, NEXT_NORM, NORMED = 6, 7, 8, 9
+OUTPUT, GATE_UP, DOWN, QKV = 10, 16, 22, 28
+_FIELDS: Final = 34
+_WEIGHT, _SCALE, _BIAS, _RESULT, _CHANNELS_OUT, _CHANNELS_IN = range(6)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Where a product's packed weights are, int8 [N, K + 4], and its result, [rows, N].
+
+    Attributes:
+        weights: address.
+        shape: of the packed weights.
+        scales: address of float32 [N].
+        biases: address of float32 [N], or 0.
+        result: address; bfloat16 of queries, keys and values; float32 of others, of gates and ups half as wide.
+    """
+
+    weights: int
+    shape: tuple[int, int]
+    scales: int
+    biases: int
+    result: int
+
+    @staticmethod
+    def why_unfit(shape: tuple[int, int], *, is_pair: bool = False) -> str | None:
+        """What keeps packed weights of this shape, gates and ups of a pair, from the kernels."""
+        channels, depth = shape[0], shape[1] - _CORRECTION
+        # Gates and ups begin with a block each; two quads of bytes are taken in a turn.
+        if channels % (2 * CHANNELS if is_pair else CHANNELS) or depth % 8:
+            return f"{channels} output channels of {depth} inputs do not divide into blocks"
+        return None
+
+    def fields(self) -> tuple[int, ...]:
+        """Its part of a description."""
+        channels, depth = self.shape[0], self.shape[1] - _CORRECTION
+        return self.weights, self.scales, self.biases, self.result, channels, depth
+
+
+def describe(numbers: Mapping[int, int], products: Mapping[int, Product]) -> npt.NDArray[np.int64]:
+    """What a region gets: int64, by the names of the fields above; those left out are 0, and no product."""
+    description = np.zeros(_FIELDS, dtype=np.int64)
+    for field, number in numbers.items():
+        description[field] = number
+    for field, product in products.items():
+        description[field : field + 6] = product.fields()
+    return description
+
+
+_barrier = types.ExternalFunction(BARRIER, types.void())
+_thread = types.ExternalFunction(THREAD, types.int32())
+_threads = types.ExternalFunction(THREADS, types.int32())
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _kernel(function: Function) -> Function:
+    kernel: Function = numba.njit(function)
+    return kernel
+
+
+def _kernel_in_any_order(function: Function) -> Function:
+    """For sums: a processor adds several numbers at once only where it may choose the order."""
+    kernel: Function = numba.njit(fastmath={"reassoc", "contract"})(function)
+    return kernel
+
+
+def _intrinsic(function: Callable[..., Any]) -> Any:
+    return intrinsic(function)
+
+
+@_intrinsic
+def _pointer(_typing_context: Any, address: Any) -> Any:
+    """An address, int64, as a pointer."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(address), generate
+
+
+def _dot_of(rows: int) -> Any:
+    """Multiply a block of weights with so many rows of unsigned bytes.
+
+    Called with the addresses of the weights, of the rows and of the result, int32 [rows, 32], and with the rows' length
+    in quads of bytes, even. ``vpdpbusd`` adds four products of bytes to each of 16 lanes, and the next one on the same
+    lanes has to wait for it: even and odd quads have lanes of their own.
+    """
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        weights, inputs, sums, quads = arguments
+        i32, i64, no_lanes = ir.IntType(32), ir.IntType(64), ir.Constant(_LANES, ir.Undefined)
+        bytes_ = ir.IntType(8).as_pointer()
+        instruction = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(_LANES, [_LANES] * 3), "llvm.x86.avx512.vpdpbusd.512"
+        )
+        prefetch = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(ir.VoidType(), [bytes_, i32, i32, i32]), "llvm.prefetch.p0"
+        )
+        zero = ir.Constant(_LANES, [0] * 16)
+        every = ir.Constant(_LANES, [0] * 16)
+        lanes = {
+            place: cgutils.alloca_once_value(builder, zero)
+            for place in itertools.product(range(2), range(2), range(rows))
+        }
+        with cgutils.for_range(builder, builder.lshr(quads, i64(1)), intp=i64) as loop:
+            for odd, part in itertools.product(range(2), range(2)):
+                place = builder.add(weights, builder.add(builder.mul(loop.index, i64(256)), i64(128 * odd + 64 * part)))
+                ahead = builder.inttoptr(builder.add(place, i64(_AHEAD)), bytes_)
+                builder.call(prefetch, [ahead, i32(0), i32(3), i32(1)])
+                block = builder.load(builder.inttoptr(place, _LANES.as_pointer()), align=1)
+                for row in range(rows):
+                    quad = builder.add(builder.mul(loop.index, i64(2)), i64(odd))
+                    quad = builder.add(builder.mul(quads, i64(row)), quad)
+                    address = builder.add(inputs, builder.mul(quad, i64(4)))
+                    value = builder.load(builder.inttoptr(address, i32.as_pointer()), align=1)
+                    spread = builder.shuffle_vector(builder.insert_element(no_lanes, value, i32(0)), no_lanes, every)
+                    slot = lanes[odd, part, row]
+                    builder.store(builder.call(instruction, [builder.load(slot), spread, block]), slot)
+        for row, part in itertools.product(range(rows), range(2)):
+            total = builder.add(builder.load(lanes[0, part, row]), builder.load(lanes[1, part, row]))
+            place = builder.inttoptr(builder.add(sums, i64(128 * row + 64 * part)), _LANES.as_pointer())
+            builder.store(total, place, align=1)
+        return context.get_dummy_value()
+
+    @_intrinsic
+    def dot(_typing_context: Any, _weights: Any, _rows: Any, _sums: Any, _quads: Any) -> Any:
+        return types.void(types.int64, types.int64, types.int64, types.int64), generate
+
+    return dot
+
+
+_dot_one, _dot_two, _dot_four = _dot_of(1), _dot_of(2), _dot_of(4)
+
+
+@_kernel
+def _floats(address: int, number: int) -> Any:
+    return numba.carray(_pointer(address), (number,), np.float32)
+
+
+@_kernel
+def _words(address: int, number: int) -> Any:
+    return numba.carray(_pointer(address), (number,), np.uint32)
+
+
+@_kernel
+def _halves(address: int, number: int) -> Any:
+    return numba.carray(_pointer(address), (number,), np.uint16)
+
+
+@_kernel
+def _widen(halves: Any, words: Any) -> None:
+    """Read bfloat16: the upper half of a float32."""
+    for i in range(len(halves)):
+        words[i] = np.uint32(halves[i]) << np.uint32(16)
+
+
+@_kernel
+def _narrow(words: Any, halves: Any) -> None:
+    """Round float32 to bfloat16, ties to even."""
+    for i in range(len(halves)):
+        word = words[i]
+        halves[i] = (word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+
+
+@_kernel
+def _largest(words: Any) -> Any:
+    """The largest magnitude's bits: those of floats order as integers do."""
+    largest = np.uint32(0)
+    for i in range(len(words)):
+        largest = max(largest, words[i] & np.uint32(0x7FFFFFFF))
+    return largest
+
+
+@_kernel
+def _round(row: Any, words: Any, rounded: Any, scales: Any, at: int) -> None:
+    """Round a row of float32 to int8, moved up by 128, and keep its scale."""
+    scales.view(np.uint32)[at] = _largest(words)
+    largest = scales[at]
+    scales[at] = largest / np.float32(127.0)
+    factor = np.float32(127.0) / largest if largest > 0 else np.float32(0.0)
+    for i in range(len(row)):
+        rounded[i] = np.uint8(np.int32(np.rint(row[i] * factor)) + np.int32(128))
+
+
+@_kernel_in_any_order
+def _mean_square(row: Any) -> Any:
+    total = np.float32(0.0)
+    for i in range(len(row)):
+        total += row[i] * row[i]
+    return total / np.float32(len(row))
+
+
+@_kernel
+def _sigmoid_product(gates: Any, ups: Any, result: Any) -> None:
+    """SiLU(gate) · up; the exponential as a polynomial (Cephes ``expf``), which vectorises."""
+    for i in range(len(gates)):
+        x = min(max(-gates[i], np.float32(-87.0)), np.float32(87.0))
+        power = np.rint(x * np.float32(1.44269504))
+        rest = x - power * np.float32(0.693359375) + power * np.float32(2.12194440e-4)
+        value = np.float32(1.9875691500e-4)
+        value = value * rest + np.float32(1.3981999507e-3)
+        value = value * rest + np.float32(8.3334519073e-3)
+        value = value * rest + np.float32(4.1665795894e-2)
+        value = value * rest + np.float32(1.6666665459e-1)
+        value = value * rest + np.float32(5.0000001201e-1)
+        value = value * rest * rest + rest + np.float32(1.0)
+        scale = np.int32((np.int32(power) + np.int32(127)) << np.int32(23)).view(np.float32)
+        result[i] = gates[i] * ups[i] / (np.float32(1.0) + value * scale)
+
+
+@_kernel
+def _block(product: Any, block: int, rows: int, scratch: Any, result: Any) -> None:
+    """32 output channels of a product: float32 [rows · 32]."""
+    _, rounded, row_scales, sums = scratch
+    depth = product[_CHANNELS_IN]
+    weights = product[_WEIGHT] + block * CHANNELS * (depth + _CORRECTION)
+    row = 0
+    while row < rows:
+        inputs, sums_of_row = rounded.ctypes.data + row * depth, sums.ctypes.data + 4 * CHANNELS * row
+        if rows - row >= 4:
+            _dot_four(weights, inputs, sums_of_row, depth // 4)
+            row += 4
+        elif rows - row >= 2:
+            _dot_two(weights, inputs, sums_of_row, depth // 4)
+            row += 2
+        else:
+            _dot_one(weights, inputs, sums_of_row, depth // 4)
+            row += 1
+    corrections = numba.carray(_pointer(weights + CHANNELS * depth), (CHANNELS,), np.int32)
+    scales = _floats(product[_SCALE] + 4 * CHANNELS * block, CHANNELS)
+    for r in range(rows):
+        of_row = result[CHANNELS * r : CHANNELS * (r + 1)]
+        for i in range(CHANNELS):
+            of_row[i] = np.float32(sums[CHANNELS * r + i] - corrections[i]) * (row_scales[r] * scales[i])
+        if product[_BIAS] != 0:
+            biases = _floats(product[_BIAS] + 4 * CHANNELS * block, CHANNELS)
+            for i in range(CHANNELS):
+                of_row[i] += biases[i]
+
+
+@_kernel
+def _share(number: int, thread: int, threads: int) -> tuple[int, int]:
+    return number * thread // threads, number * (thread + 1) // threads
+
+
+@_kernel
+def _normed(region: Any, source: int, target: int, norm: int, scratch: Any) -> None:
+    """Add the summand to the residual, normalise (RMS) and round: every thread all rows, but writes its share."""
+    row, rounded, scales, _ = scratch
+    width, epsilon = region[WIDTH], _floats(region[EPSILON], 1)[0]
+    weights = _floats(norm, width)
+    first, last = _share(width, _thread(), _threads())
+    words = row.view(np.uint32)[:width]
+    for r in range(region[ROWS]):
+        residual = _floats(source + 4 * width * r, width)
+        summand = _floats(region[SUMMAND] + 4 * width * r, width)
+        for i in range(width):
+            row[i] = residual[i] + summand[i]
+        kept = _floats(target + 4 * width * r, width)
+        for i in range(first, last):
+            kept[i] = row[i]
+        factor = np.float32(1.0) / np.float32(math.sqrt(_mean_square(row[:width]) + epsilon))
+        for i in range(width):
+            row[i] = row[i] * factor * weights[i]
+        if region[NORMED] != 0:
+            _narrow(words[first:last], _halves(region[NORMED] + 2 * width * r, width)[first:last])
+        _round(row[:width], words, rounded[width * r :], scales, r)
+
+
+@_kernel
+def _into_qkv(region: Any, source: int, target: int, scratch: Any) -> None:
+    """The next layer's queries, keys and values, bfloat16; after the last layer, the normalised hidden state."""
+    _normed(region, source, target, region[NEXT_NORM], scratch)
+    product, rows = region[QKV:], region[ROWS]
+    channels = product[_CHANNELS_OUT]
+    first, last = _share(channels // CHANNELS, _thread(), _threads())
+    result = np.empty(CHANNELS * rows, np.float32)
+    words = result.view(np.uint32)
+    for block in range(first, last):
+        _block(product, block, rows, scratch, result)
+        for r in range(rows):
+            halves = _halves(product[_RESULT] + 2 * (channels * r + CHANNELS * block), CHANNELS)
+            _narrow(words[CHANNELS * r : CHANNELS * (r + 1)], halves)
+
+
+@_kernel
+def _into_summand(region: Any, product: Any, scratch: Any) -> None:
+    channels, rows = product[_CHANNELS_OUT], region[ROWS]
+    first, last = _share(channels // CHANNELS, _thread(), _threads())
+    result = np.empty(CHANNELS * rows, np.float32)
+    for block in range(first, last):
+        _block(product, block, rows, scratch, result)
+        for r in range(rows):
+            floats = _floats(product[_RESULT] + 4 * (channels * r + CHANNELS * block), CHANNELS)
+            floats[:] = result[CHANNELS * r : CHANNELS * (r + 1)]
+
+
+@_kernel
+def _into_activated(region: Any, scratch: Any) -> None:
+    product, rows = region[GATE_UP:], region[ROWS]
+    channels = product[_CHANNELS_OUT] // 2
+    blocks = channels // CHANNELS
+    first, last = _share(blocks, _thread(), _threads())
+    gates, ups = np.empty(CHANNELS * rows, np.float32), np.empty(CHANNELS * rows, np.float32)
+    for block in range(first, last):
+        _block(product, block, rows, scratch, gates)
+        _block(product, blocks + block, rows, scratch, ups)
+        for r in range(rows):
+            begin, end = CHANNELS * r, CHANNELS * (r + 1)
+            floats = _floats(product[_RESULT] + 4 * (channels * r + CHANNELS * block), CHANNELS)
+            _sigmoid_product(gates[begin:end], ups[begin:end], floats)
+
+
+@_kernel
+def _scratch(region: Any) -> Any:
+    """A thread's own: a row, float32; all rows, rounded; their scales; what the instruction sums up."""
+    widest = max(region[WIDTH], region[OUTPUT + _CHANNELS_IN], region[DOWN + _CHANNELS_IN])
+    rows = region[ROWS]
+    return (
+        np.empty(widest, np.float32),
+        np.empty(rows * widest, np.uint8),
+        np.empty(rows, np.float32),
+        np.empty(CHANNELS * rows, np.int32),
+    )
+
+
+def before_layers(description: Any) -> None:
+    """Normalise the embeddings, at ``RESIDUAL``, and project them to the first layer's queries, keys and values."""
+    region = numba.carray(description, (_FIELDS,), np.int64)
+    _into_qkv(region, region[RESIDUAL], region[OTHER_RESIDUAL], _scratch(region))
+
+
+def after_attention(description: Any) -> None:
+    """From what a layer attended to, bfloat16 at ``INPUT``, to the next layer's queries, keys and values."""
+    region = numba.carray(description, (_FIELDS,), np.int64)
+    scratch = _scratch(region)
+    row, rounded, scales, _ = scratch
+    depth = region[OUTPUT + _CHANNELS_IN]
+    words = row.view(np.uint32)[:depth]
+    for r in range(region[ROWS]):
+        _widen(_halves(region[INPUT] + 2 * depth * r, depth), words)
+        _round(row[:depth], words, rounded[depth * r :], scales, r)
+    _into_summand(region, region[OUTPUT:], scratch)
+    _barrier()
+    _normed(region, region[OTHER_RESIDUAL], region[RESIDUAL], region[NORM], scratch)
+    _into_activated(region, scratch)
+    _barrier()
+    depth = region[DOWN + _CHANNELS_IN]
+    for r in range(region[ROWS]):
+        address = region[GATE_UP + _RESULT] + 4 * depth * r
+        _round(_floats(address, depth), _words(address, depth), rounded[depth * r :], scales, r)
+    _into_summand(region, region[DOWN:], scratch)
+    _barrier()
+    _into_qkv(region, region[RESIDUAL], region[OTHER_RESIDUAL], scratch)
+
+
+@functools.cache
+def compiled() -> tuple[Any, Any]:
+    """Both regions as machine code, from numba's cache on disk where it has them: their addresses are what counts.
+
+    OpenMP's functions must be known to the compiler (``openmp.runtime``).
+    """
+    signature = types.void(types.voidptr)
+    try:
+        before, after = (numba.cfunc(signature, cache=True)(region) for region in (before_layers, after_attention))
+    except RuntimeError as error:  # neither beside this file nor in the user's folder may be written
+        logger.warning("the draft's kernels are compiled at every start, which takes some seconds: %s", error)
+        before, after = (numba.cfunc(signature)(region) for region in (before_layers, after_attention))
+    return before, after
