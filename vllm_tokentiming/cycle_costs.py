@@ -197,13 +197,20 @@ class CycleCosts:
         return self._slowdown.seconds == 0.0 or self._gain.value >= margin * level
 
     def greet(self, batch: int) -> None:
-        """Another request came. Until it shows what it is like, it is an average one, which may change the choice."""
+        """Another request came. Until it shows what it is like, it is an average one, which may change the choice.
+
+        Args:
+            batch: requests, this one included; the more, the less it changes.
+        """
         if self._average_gain.seconds:
-            weight = _NEW_REQUEST_WEIGHT * batch
-            self._gain = Rate(count=self._average_gain.value * weight, seconds=weight)
+            shown = self._gain.faded(1.0 - 1.0 / batch)
+            self._gain = Rate(
+                count=shown.count + self._average_gain.value * _NEW_REQUEST_WEIGHT,
+                seconds=shown.seconds + _NEW_REQUEST_WEIGHT,
+            )
         if not self._was_better:
             # The surer the choice is, the less one request counts.
-            self._wait = min(self._wait, self._waited + self._interval // 8)
+            self._wait = min(self._wait, self._waited + self._interval * batch // 8)
 
     def choose(self) -> tuple[bool, bool]:
         """Whether this cycle speculates, and whether that is to try it only."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
+import statistics
+
+import pytest
 
 from vllm_tokentiming.cycle_costs import CycleCosts, RepeatPrice
 
@@ -30,23 +34,54 @@ def test_one_slow_neighbour_is_not_believed():
     assert sum(speculated) >= 36
 
 
+def serve_sixteen(seed, *, cycles, accepted, lengths=None):
+    """Returns how often speculation came back, and tokens of each of 16 requests in the time of a plain pass.
+
+    Speculation takes 1.62 times as long and makes 1 + ``accepted`` tokens; coming back costs 0.9 more. With ``lengths``
+    a request has so many tokens, and another one comes when it has ended.
+    """
+    rng, costs, last, returns, tokens, seconds = random.Random(seed), CycleCosts(), True, 0, 0.0, 0.0
+    left = [rng.randint(1, lengths) if lengths else math.inf for _ in range(16)]
+    for _ in range(cycles):
+        if arrives := min(left) <= 0:
+            left = [one if one > 0 else lengths for one in left]
+            costs.greet(16)
+        speculates, is_probe = costs.choose()
+        comes_back = speculates and not last
+        made = [1 + (speculates and rng.random() < accepted) for _ in left]
+        left = [one - new for one, new in zip(left, made, strict=True)]
+        took = 1.62 * rng.uniform(0.85, 1.15) + 0.9 * comes_back if speculates else rng.uniform(0.92, 1.08)
+        # A cycle in which one is read, or in which the draft has much to read, tells nothing.
+        if not arrives and not comes_back and not costs.is_odd(seconds=took, speculates=speculates):
+            costs.compare(tokens=sum(made), batch=16, seconds=took, speculates=speculates, is_probe=is_probe)
+        last, returns, tokens, seconds = speculates, returns + comes_back, tokens + sum(made) / 16, seconds + took
+    return returns, tokens / seconds
+
+
 def test_where_both_ways_are_level_it_does_not_go_to_and_fro():
-    """Of sixteen requests; speculation makes 1.62 tokens in 1.62 times the time, coming back costs 0.9 more."""
-    returns, rates = 0, []
-    for seed in range(40):
-        rng, costs, last, tokens, seconds = random.Random(seed), CycleCosts(), True, 0.0, 0.0
-        for _ in range(600):
-            speculates, is_probe = costs.choose()
-            comes_back = speculates and not last
-            made = 16 + sum(rng.random() < 0.62 for _ in range(16)) if speculates else 16
-            took = 1.62 * rng.uniform(0.85, 1.15) + 0.9 * comes_back if speculates else rng.uniform(0.92, 1.08)
-            # A cycle in which the draft has much to read tells nothing.
-            if not costs.is_odd(seconds=took, speculates=speculates) and not comes_back:
-                costs.compare(tokens=made, batch=16, seconds=took, speculates=speculates, is_probe=is_probe)
-            last, returns, tokens, seconds = speculates, returns + comes_back, tokens + made / 16, seconds + took
-        rates.append(tokens / seconds)
-    assert returns / len(rates) < 13  # 17.5 without a margin, and a rate of .978
-    assert sum(rates) / len(rates) > 0.982
+    returns, rates = zip(*(serve_sixteen(seed, cycles=600, accepted=0.62) for seed in range(40)), strict=True)
+    assert statistics.mean(returns) < 13  # 17.5 without a margin, and a rate of .978
+    assert statistics.mean(rates) > 0.982
+
+
+def test_where_speculation_loses_new_requests_do_not_bring_it_back():
+    """One of sixteen says little of what speculation would bring."""
+    served = [serve_sixteen(seed, cycles=1200, accepted=0.4, lengths=64) for seed in range(20)]
+    returns, rates = zip(*served, strict=True)
+    assert statistics.mean(returns) < 10  # 18 where each one shortened the wait as if it were alone, and .974
+    assert statistics.mean(rates) > 0.984
+
+
+def test_a_new_request_counts_by_its_share():
+    for batch, kept in ((1, 0.0), (16, 15 / 16)):
+        costs = CycleCosts()
+        for tokens in (2.0, 3.0):
+            costs.compare(tokens=tokens * batch, batch=batch, seconds=1.0, speculates=True, is_probe=False)
+        shown, average = costs._gain, costs._average_gain.value
+        before = (shown.count, shown.seconds)
+        costs.greet(batch)
+        assert costs._gain.count == pytest.approx(kept * before[0] + 4 * average)
+        assert costs._gain.seconds == pytest.approx(kept * before[1] + 4)
 
 
 def test_trying_what_loses_takes_a_hundredth_of_the_time():
