@@ -157,7 +157,12 @@ def measure(
     yield from (engine.ask({"result": True}) for engine in engines)
 
 
-def _parse_systems(arguments: argparse.Namespace) -> list[System]:
+def parse_systems(arguments: argparse.Namespace) -> list[System]:
+    """The systems of the command line.
+
+    Raises:
+        ValueError: one of them is none, or cannot take turns.
+    """
     systems = [
         parse_system(text, draft=arguments.draft, num_speculative_tokens=arguments.num_speculative_tokens)
         for text in arguments.systems
@@ -169,7 +174,7 @@ def _parse_systems(arguments: argparse.Namespace) -> list[System]:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure everything, writing the JSON document as it grows; returns it."""
-    systems = _parse_systems(arguments)
+    systems = parse_systems(arguments)
     prompts = load_prompts(arguments.prompts, tasks=arguments.tasks, per_task=arguments.per_task, skip=arguments.skip)
     shared = {
         "model": arguments.target,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.compare import acceptance, merge, outputs_equal, print_tables, speed_ups
-from benchmarks.engine_worker import Step, while_full
+from benchmarks.engine_worker import Step, WorkClock, answer, while_full
 from benchmarks.first_token import ADDED, cut_prompts
 from benchmarks.micro.alignment import WINDOW_RADIUS, compiled, path_cost, plain_dtw
 from benchmarks.micro.alignment_peers import peers
 from benchmarks.prompts import Prompt
-from benchmarks.run import Engine, batches
+from benchmarks.run import Engine, batches, parse_systems
+from benchmarks.run import measure as run_measure
 from benchmarks.systems import parse_system
 from benchmarks.time_shares import PARTS, shares
 from vllm_tokentiming.tiny_pair import tiny_pair
@@ -295,3 +297,102 @@ def test_hugging_faces_assisted_generation_takes_turns_between_temperatures(tmp_
         outputs[name] = [answer["token_ids"][0] for answer in answers]
     assert [len(ids) for ids in outputs["hf"]] == [12, 12, 12]
     assert outputs["hf"][0] == outputs["hf"][2] == outputs["hf-none"][0]
+
+
+def test_waiting_for_a_turn_takes_no_time_of_the_work_clock():
+    def slow_lines():
+        for line in ("first", "second"):
+            time.sleep(0.2)
+            yield line
+
+    clock = WorkClock()
+    begun = clock()
+    assert list(clock.waiting(slow_lines())) == ["first", "second"]
+    assert clock() - begun < 0.1
+    time.sleep(0.02)
+    assert clock() - begun >= 0.02
+
+
+class OneTokenAStep:
+    """An engine with requests of two tokens, each in steps of a hundredth of a second."""
+
+    def __init__(self):
+        self.llm_engine = self
+        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
+        self.waiting = {}
+
+    def get_metrics(self):
+        return []
+
+    def add_request(self, request_id, _prompt, _sampling):
+        self.waiting[request_id] = []
+
+    def has_unfinished_requests(self):
+        return any(len(ids) < 2 for ids in self.waiting.values())
+
+    def step(self):
+        time.sleep(0.01)
+        for ids in self.waiting.values():
+            ids.append(len(ids))
+        return [
+            SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=ids)], finished=len(ids) == 2)
+            for name, ids in self.waiting.items()
+        ]
+
+
+def test_a_batch_in_turns_is_the_whole_batch():
+    request = {"prompt_token_ids": [[1], [2, 3]], "sampling": {"max_tokens": 2}}
+    begun = []
+    llm = OneTokenAStep()
+    assert answer(llm, {**request, "begin": True}, begun) == {"finished": False}
+    assert answer(llm, {"advance": 0.005}, begun) == {"finished": False}  # a step that has begun is finished
+    assert answer(llm, {"advance": 0.005}, begun) == {"finished": True}
+    in_turns = answer(llm, {"result": True}, begun)
+    assert begun == []
+    whole = answer(OneTokenAStep(), request, begun)
+    assert in_turns["token_ids"] == whole["token_ids"] == [[0, 1], [0, 1]]
+    assert (in_turns["turns"], whole["turns"]) == (2, 1)
+    for result in (in_turns, whole):
+        first, last = result["first_token_seconds"][0], result["seconds"]
+        assert 0.01 <= first <= last - 0.01
+        assert result["full"] is None  # when the second step ends, none is left
+
+
+def test_engines_take_turns_until_all_have_finished():
+    asked = []
+
+    class Recorded:
+        def __init__(self, name, turns):
+            self.name, self.turns = name, turns
+
+        def measure(self, _texts, _sampling):
+            asked.append((self.name, "whole"))
+            return self.name
+
+        def begin(self, texts, _sampling):
+            asked.append((self.name, *texts))
+
+        def advance(self, seconds):
+            asked.append((self.name, seconds))
+            self.turns -= 1
+            return self.turns == 0
+
+        def ask(self, request):
+            assert request == {"result": True}
+            return self.name
+
+    engines = [Recorded("long", 3), Recorded("short", 1)]
+    assert list(run_measure(engines, ["text"], {}, alternate=0.5)) == ["long", "short"]
+    turns = [("long", 0.5), ("short", 0.5), ("long", 0.5), ("long", 0.5)]
+    assert asked == [("long", "text"), ("short", "text"), *turns]
+    asked.clear()
+    assert list(run_measure(engines, ["text"], {}, alternate=None)) == ["long", "short"]
+    assert asked == [("long", "whole"), ("short", "whole")]
+
+
+def test_hugging_faces_generation_takes_no_turns_within_a_batch():
+    arguments = SimpleNamespace(systems=["none", "hf"], draft="draft", num_speculative_tokens=4, alternate=2.0)
+    with pytest.raises(ValueError, match="--alternate: only systems of vLLM take turns"):
+        parse_systems(arguments)
+    arguments.alternate = None
+    assert [system.name for system in parse_systems(arguments)] == ["none", "HF assisted"]
