@@ -222,3 +222,16 @@ def test_packing_is_vllms() -> None:
     weights = np.random.default_rng(0).integers(-128, 128, (96, 64), dtype=np.int8)
     found = torch.ops._C.convert_weight_packed(torch.from_numpy(weights))
     assert np.array_equal(found.numpy(), packed(weights))
+
+
+def test_without_a_writable_folder_they_are_compiled_and_a_warning_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def cfunc(_signature: Any, cache: bool = False) -> Any:
+        if cache:
+            raise RuntimeError("cannot cache: no locator available")
+        return lambda region: f"compiled {region.__name__}"
+
+    monkeypatch.setattr(kernels.numba, "cfunc", cfunc)
+    assert kernels.compiled.__wrapped__() == ("compiled before_layers", "compiled after_attention")
+    assert "NUMBA_CACHE_DIR" in caplog.text

@@ -28,7 +28,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from vllm_tokentiming.engine.openmp import BARRIER, THREAD, THREADS
+from vllm_tokentiming.engine.openmp import BARRIER, THREAD, THREADS, runtime
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ CHANNELS: Final = 32
 """Output channels of a block of packed weights."""
 
 MAX_ROWS: Final = 4
+"""Above, matrix instructions win, which vLLM's kernels use."""
 
 _AHEAD: Final = 2048
 """Bytes of weights that are asked for before they are needed."""
@@ -408,14 +409,19 @@ def after_attention(description: Any) -> None:
 
 @functools.cache
 def compiled() -> tuple[Any, Any]:
-    """Both regions as machine code, from numba's cache on disk where it has them: their addresses are what counts.
+    """:func:`before_layers` and :func:`after_attention` as machine code, from numba's cache on disk where it has them.
 
-    OpenMP's functions must be known to the compiler (``openmp.runtime``).
+    Their ``address`` is what counts.
     """
+    runtime()  # makes its functions known to the compiler
     signature = types.void(types.voidptr)
     try:
         before, after = (numba.cfunc(signature, cache=True)(region) for region in (before_layers, after_attention))
     except RuntimeError as error:  # neither beside this file nor in the user's folder may be written
-        logger.warning("the draft's kernels are compiled at every start, which takes some seconds: %s", error)
+        logger.warning(
+            "The draft's kernels are compiled at every start, which takes some seconds: %s. "
+            "Set NUMBA_CACHE_DIR to a folder that can be written.",
+            error,
+        )
         before, after = (numba.cfunc(signature)(region) for region in (before_layers, after_attention))
     return before, after
