@@ -111,7 +111,6 @@ class Measurement:
         for place, ids in enumerate(request["prompt_token_ids"]):
             llm.llm_engine.add_request(str(place), {"prompt_token_ids": ids}, SamplingParams(**request["sampling"]))
         self._turns = 0
-        self._seconds = 0.0
 
     def advance(self, at_least: float = math.inf) -> bool:
         """Run for so many seconds, to the end of a step; whether it is finished."""
@@ -124,8 +123,7 @@ class Measurement:
                 self._first_tokens.setdefault(output.request_id, time.perf_counter() - self._begun)
             tokens = sum(len(output.outputs[0].token_ids) for output in self._outputs.values())
             unfinished = self._number - sum(output.finished for output in self._outputs.values())
-            self._seconds = time.perf_counter() - self._begun
-            self._steps.append(Step(self._seconds, tokens, len(self._outputs), unfinished))
+            self._steps.append(Step(time.perf_counter() - self._begun, tokens, len(self._outputs), unfinished))
         return not engine.has_unfinished_requests()
 
     def result(self) -> dict[str, Any]:
@@ -133,7 +131,7 @@ class Measurement:
         places = [str(place) for place in range(len(self._outputs))]
         slots = min(len(places), self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs)
         return {
-            "seconds": self._seconds,
+            "seconds": self._steps[-1].seconds,
             "turns": self._turns,
             "full": while_full(self._steps, slots=slots),
             "token_ids": [list(self._outputs[place].outputs[0].token_ids) for place in places],

@@ -114,7 +114,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--baseline-temperature",
         type=float,
-        help="measure the system without speculation at this temperature only; its speed hardly depends on it",
+        help="measure the system without speculation at this temperature only, to save time; sampled, its passes are a "
+        "little longer",
     )
     parser.add_argument("--num-speculative-tokens", type=int, default=5)
     parser.add_argument("--batch", type=int, nargs="+", default=[1], help="prompts at once; several: one by one")

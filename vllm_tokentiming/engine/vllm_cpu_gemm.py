@@ -17,14 +17,21 @@ Gemm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(x [M, K], out [M, N]) → x·Wᵀ + bias [M, N]: ``out``, or a new tensor where the kernel makes its own."""
 
 
+def is_packed_int8(layer: Any) -> bool:
+    """Whether vLLM packed the layer's weights for the int8 kernel that rounds its input itself."""
+    kernel = getattr(getattr(layer, "scheme", None), "kernel", None)
+    return (
+        isinstance(kernel, CPUInt8ScaledMMLinearKernel)
+        and kernel.linear_method.__func__ is CPUInt8ScaledMMLinearKernel._apply_weights_sgl
+    )
+
+
 def bind_gemm(layer: Any) -> Gemm:
     """The layer's GEMM without vLLM's Python around it."""
     bias = None if getattr(layer, "skip_bias_add", False) else layer.bias
-    kernel = getattr(getattr(layer, "scheme", None), "kernel", None)
-    if isinstance(kernel, CPUInt8ScaledMMLinearKernel):
-        if kernel.linear_method.__func__ is CPUInt8ScaledMMLinearKernel._apply_weights_sgl:
-            return _int8(layer, bias)
-    elif (dispatched := getattr(layer, "cpu_linear", None)) is not None:
+    if is_packed_int8(layer):
+        return _int8(layer, bias)
+    if (dispatched := getattr(layer, "cpu_linear", None)) is not None:
         held = inspect.getclosurevars(dispatched).nonlocals
         if "handler" in held:
             return _onednn(held["handler"], bias)

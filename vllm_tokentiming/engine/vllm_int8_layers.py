@@ -13,10 +13,10 @@ import llvmlite.binding as llvm
 import numba
 import numpy as np
 import torch
-from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
 
 from vllm_tokentiming.engine import int8_kernels as kernels
 from vllm_tokentiming.engine import openmp
+from vllm_tokentiming.engine.vllm_cpu_gemm import is_packed_int8
 
 
 def why_unfit(body: Any) -> str | None:
@@ -36,11 +36,7 @@ def _unfit(body: Any) -> Iterator[str]:
     for layer in body.layers:
         attention, mlp = layer.self_attn, layer.mlp
         for product in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
-            kernel = getattr(getattr(product, "scheme", None), "kernel", None)
-            if not (
-                isinstance(kernel, CPUInt8ScaledMMLinearKernel)
-                and kernel.linear_method.__func__ is CPUInt8ScaledMMLinearKernel._apply_weights_sgl
-            ):
+            if not is_packed_int8(product):
                 yield "its weights are not int8, as vLLM packs them for matrix instructions"
                 return
             if product.weight_scale.dtype != torch.float32 or product.weight_scale.numel() != len(product.weight):
