@@ -1,14 +1,14 @@
 """What a decode step of the draft costs on CPU, beside the time that its weights need from memory.
 
-    python -m benchmarks.micro.draft_step --draft FOLDER [--compiled] [--threads 2 1] [--json FILE]
+    python -m benchmarks.micro.draft_step --draft FOLDER [--dtype float32] [--compiled] [--threads 2 1] [--json FILE]
 
 A step is ``DraftForward.decode_step``: the model and its logits, no sampling. Ways: vLLM's layers, eager or compiled,
-the hand-written step on vLLM's kernels, and that on int8 kernels of our own; bfloat16, and int8
-(``draft_quantization``). The floor is the bytes of weights that a step reads, by the bandwidth of reading a buffer of
-that size with the same threads. Every number of threads is a process of its own, bound to cores as vLLM binds its
-workers. All ways take turns, a few steps each, and before each turn the benchmark waits for a moment in which nobody
-else computes, as long as its patience lasts. On a machine that others use the minimum and the lowest decile say what it
-can do.
+the hand-written step on vLLM's kernels, and that on int8 kernels of our own; weights as they are, and int8
+(``draft_quantization``; without AMX only our own kernels read these). The floor is the bytes of weights that a step
+reads, by the bandwidth of reading a buffer of that size with the same threads. Every number of threads is a process of
+its own, bound to cores as vLLM binds its workers. All ways take turns, a few steps each, and before each turn the
+benchmark waits for a moment in which nobody else computes, as long as its patience lasts. On a machine that others use
+the minimum and the lowest decile say what it can do.
 """
 
 from __future__ import annotations
@@ -35,18 +35,24 @@ if TYPE_CHECKING:
     from vllm_tokentiming.engine.vllm_decode_step import LlamaDecodeStep
 
 STEPS = 8
+_PASSED_ON = ("draft", "dtype", "context", "batch", "rounds", "patience")
 BLOCKS = 8
 """KV blocks of a row: room for a context of 1000 tokens."""
 
 
-def weight_bytes(folder: Path) -> int:
-    """Bytes of weights that one step reads: everything but an embedding that is not also the head."""
+def weight_bytes(folder: Path, float_bytes: int) -> int:
+    """Bytes of weights that one step reads: everything but an embedding that is not also the head.
+
+    Args:
+        folder: with safetensors.
+        float_bytes: size of a number that is not int8.
+    """
     sizes: dict[str, int] = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - it is no mapping
                 tensor = file.get_tensor(key)
-                sizes[key] = tensor.nbytes
+                sizes[key] = tensor.numel() * (1 if tensor.dtype == torch.int8 else float_bytes)
     untied = "lm_head.weight" in sizes
     return sum(size for key, size in sizes.items() if not (untied and key.endswith("embed_tokens.weight")))
 
@@ -64,7 +70,7 @@ def start_distributed() -> None:
     ensure_model_parallel_initialized(1, 1)
 
 
-def load(folder: Path, *, int8: bool, compiled: bool, max_num_seqs: int) -> Any:
+def load(folder: Path, *, dtype: str, int8: bool, compiled: bool, max_num_seqs: int) -> Any:
     """A draft engine under a target that is the same model."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import model_parallel_is_initialized
@@ -75,7 +81,7 @@ def load(folder: Path, *, int8: bool, compiled: bool, max_num_seqs: int) -> Any:
 
     config = EngineArgs(
         model=str(folder),
-        dtype="bfloat16",
+        dtype=dtype,
         enforce_eager=not compiled,
         max_num_seqs=max_num_seqs,
         skip_tokenizer_init=True,
@@ -164,17 +170,26 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from vllm_tokentiming.engine.int8_checkpoint import int8_checkpoint
 
     folder: Path = arguments.draft
-    sizes = {"bf16": weight_bytes(folder), "int8": weight_bytes(int8_checkpoint(folder))}
+    float_kind, float_bytes = {"bfloat16": ("bf16", 2), "float32": ("float32", 4)}[arguments.dtype]
+    sizes = {float_kind: weight_bytes(folder, float_bytes), "int8": weight_bytes(int8_checkpoint(folder), float_bytes)}
     ways: dict[str, Callable[[], list[float]]] = {}
     for compiled in (False, True) if arguments.compiled else (False,):
         for kind in sizes:
-            engine = load(folder, int8=kind == "int8", compiled=compiled, max_num_seqs=max(2, arguments.batch))
+            engine = load(
+                folder,
+                dtype=arguments.dtype,
+                int8=kind == "int8",
+                compiled=compiled,
+                max_num_seqs=max(2, arguments.batch),
+            )
             shape = {"context": arguments.context, "batch": arguments.batch}
-            name = f"layers {'compiled' if compiled else 'eager'} {kind}"
-            ways[name] = stepper(engine, hand_step=None, **shape)
+            vllm_weights = "int8" if engine.config.model_config.quantization else float_kind
+            name = f"layers {'compiled' if compiled else 'eager'} {vllm_weights}"
+            ways.setdefault(name, stepper(engine, hand_step=None, **shape))
             if not compiled:
                 for name, step in hand_steps(engine).items():
-                    ways[f"{name} {kind}"] = stepper(engine, hand_step=step, **shape)
+                    weights = kind if name == "own kernels" else vllm_weights
+                    ways.setdefault(f"{name} {weights}", stepper(engine, hand_step=step, **shape))
     readers = {kind: reader(size) for kind, size in sizes.items()}
     taken: dict[str, list[float]] = {name: [] for name in ways}
     bandwidth: dict[str, list[float]] = {kind: [] for kind in sizes}
@@ -209,6 +224,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draft", type=Path, required=True, help="folder of a Llama or Qwen2 model")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of activations and KV")
     parser.add_argument("--context", type=int, default=200, help="tokens before the first step")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--threads", type=int, nargs="+", default=[len(os.sched_getaffinity(0))])
@@ -221,7 +237,7 @@ def main() -> None:
     if arguments.child:
         print(json.dumps(measure(arguments)))
         return
-    passed = [f"--{name}={getattr(arguments, name)}" for name in ("draft", "context", "batch", "rounds", "patience")]
+    passed = [f"--{name}={getattr(arguments, name)}" for name in _PASSED_ON]
     passed += ["--compiled"] if arguments.compiled else []
     measured = []
     for threads in arguments.threads:
@@ -238,6 +254,7 @@ def main() -> None:
         report = {
             "benchmark": "micro.draft_step",
             "draft": arguments.draft.name,
+            "dtype": arguments.dtype,
             "context": arguments.context,
             "batch": arguments.batch,
             "rounds": arguments.rounds,

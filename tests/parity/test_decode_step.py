@@ -9,26 +9,33 @@ from types import SimpleNamespace
 from typing import Any
 
 import engine_harness as harness
-import llvmlite.binding as llvm
 import numba
 import pytest
 import torch
 
-from vllm_tokentiming.engine import openmp
+from vllm_tokentiming.engine import int8_dot, openmp
+from vllm_tokentiming.engine.int8_checkpoint import int8_checkpoint
 from vllm_tokentiming.tiny_pair import tiny_pair
 
 pytest.importorskip("vllm")
 
+from vllm_tokentiming.engine import vllm_int8_layers
+
 BLOCK = 128
-KV_ERROR = {"float32": 1e-5, "bfloat16": 0.01, "int8": 0.03}
+KV_ERROR = {"float32": 1e-5, "bfloat16": 0.01, "int8 bfloat16": 0.03, "int8 float32": 0.03}
 """Of the first two layers; int8 activations amplify the rounding of each norm."""
-CORRELATION = {"float32": 0.999999, "bfloat16": 0.999, "int8": 0.99}
+CORRELATION = {"float32": 0.999999, "bfloat16": 0.999, "int8 bfloat16": 0.99, "int8 float32": 0.99}
+"""Beside vLLM's layers, which have float weights where int8 ones are for steps alone."""
 
 
 def _options(kind: str) -> dict[str, Any]:
-    if kind == "int8":
-        return {"draft_dtype": "bfloat16", "draft_quantization": "int8"}
-    return {"draft_dtype": kind}
+    dtype = kind.rsplit(maxsplit=1)[-1]
+    return {"draft_dtype": dtype, "draft_quantization": "int8" if kind.startswith("int8") else None}
+
+
+def _needs_own_kernels(kind: str) -> None:
+    if kind == "int8 float32" and not _own_kernels_run_here():
+        pytest.skip("int8 weights with float32 activations need kernels of our own")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,8 +45,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16", "int8"])
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "int8 bfloat16", "int8 float32"])
 def tiny(request: pytest.FixtureRequest) -> Iterator[tuple[Any, str]]:
+    _needs_own_kernels(request.param)
     with harness.vllm_engine(tiny_pair().draft, **_options(request.param)) as engine:
         yield engine, request.param
 
@@ -197,13 +205,15 @@ def test_a_step_that_does_something_else_is_not_taken(
     from vllm_tokentiming.engine.vllm_decode_check import disagreement
 
     engine, _ = tiny
-    step = engine._forward.hand_step
+    kept = engine._forward.hand_step
+    # Kernels of our own would stand for some of vLLM's.
+    step = vllm_decode_step.LlamaDecodeStep(engine._model, cache=engine._cache) if kept.has_int8_layers else kept
     try:
         assert disagreement(engine._forward, step, engine._cache) is None
         monkeypatch.setattr(vllm_decode_step, "torch", _broken(kernel, replacement))
         reason = disagreement(engine._forward, step, engine._cache)
     finally:
-        engine._forward.hand_step = step
+        engine._forward.hand_step = kept
     assert reason is not None
     assert said in reason
 
@@ -220,12 +230,14 @@ def test_another_vllm_is_not_trusted(tiny: tuple[Any, str], monkeypatch: pytest.
 
 
 def _own_kernels_run_here() -> bool:
-    return bool(torch.cpu._is_amx_tile_supported()) and openmp.runtime() is not None
+    return int8_dot.INSTRUCTIONS is not None and openmp.runtime() is not None
 
 
 def test_int8_weights_are_read_by_kernels_of_our_own(tiny: tuple[Any, str]) -> None:
     engine, kind = tiny
-    assert engine._forward.hand_step.has_int8_layers is (kind == "int8" and _own_kernels_run_here())
+    assert engine._forward.hand_step.has_int8_layers is (kind.startswith("int8") and _own_kernels_run_here())
+    packed_by_vllm = kind == "int8 bfloat16" and torch.cpu.get_capabilities().get("amx_tile", False)
+    assert (engine._model.quant_config is not None) is packed_by_vllm or not _own_kernels_run_here()
 
 
 def test_own_kernels_that_do_something_else_are_not_taken(
@@ -242,7 +254,12 @@ def test_own_kernels_that_do_something_else_are_not_taken(
     caplog.set_level(logging.INFO, logger="vllm_tokentiming")
     monkeypatch.setattr(Int8Layers, "after_attention", lambda _layers, _region: None)
     try:
-        found = agreed_step(engine._model, engine._cache, engine._forward)
+        found = agreed_step(
+            engine._model,
+            cache=engine._cache,
+            forward=engine._forward,
+            int8_weights=None if engine._model.quant_config else int8_checkpoint(tiny_pair().draft),
+        )
     finally:
         engine._forward.hand_step = step
     assert found is not None
@@ -256,7 +273,7 @@ def test_own_kernels_that_do_something_else_are_not_taken(
         (lambda patch: patch.setattr(openmp, "runtime", lambda: None), "OpenMP runtime is not to be found"),
         (lambda patch: patch.setattr(numba.config, "DISABLE_JIT", 1), "numba is told not to compile"),
         (lambda patch: patch.setattr(numba.config, "CPU_NAME", "generic"), "or to compile for another CPU"),
-        (lambda patch: patch.setattr(llvm, "get_host_cpu_features", dict), "no AVX-512 VNNI"),
+        (lambda patch: patch.setattr(vllm_int8_layers, "INSTRUCTIONS", None), "neither AVX2 nor AVX-512 VNNI"),
     ],
 )
 def test_where_own_kernels_cannot_run(
@@ -265,8 +282,9 @@ def test_where_own_kernels_cannot_run(
     from vllm_tokentiming.engine.vllm_int8_layers import why_unfit
 
     engine, kind = tiny
-    if kind == "int8" and engine._forward.hand_step.has_int8_layers:
-        assert why_unfit(engine._model.model) is None
+    is_packed = engine._model.quant_config is not None
+    if kind.startswith("int8") and engine._forward.hand_step.has_int8_layers:
+        assert why_unfit(engine._model.model, is_packed=is_packed) is None
     change(monkeypatch)
     assert said in str(why_unfit(engine._model.model))
 
@@ -274,23 +292,46 @@ def test_where_own_kernels_cannot_run(
 def test_weights_that_are_not_int8_have_no_own_kernels(tiny: tuple[Any, str]) -> None:
     from vllm_tokentiming.engine.vllm_int8_layers import why_unfit
 
-    engine, kind = tiny
-    if kind == "int8" or not llvm.get_host_cpu_features().get("avx512vnni", False) or openmp.runtime() is None:
+    engine, _ = tiny
+    if engine._model.quant_config is not None or not _own_kernels_run_here():
         pytest.skip("of the other kinds, where nothing else is missing")
-    expected = {"float32": "its activations are not bfloat16", "bfloat16": "its weights are not int8"}[kind]
-    assert expected in str(why_unfit(engine._model.model))
+    assert "its weights are not int8" in str(why_unfit(engine._model.model))
+
+
+def test_int8_weights_of_another_shape_are_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The steps then go on with float weights."""
+    if not _own_kernels_run_here():
+        pytest.skip("no int8 kernels of our own run here")
+    folder = harness.make_random_llama(tmp_path, intermediate_size=96 + 8)
+    caplog.set_level(logging.INFO, logger="vllm_tokentiming")
+    with harness.vllm_engine(folder, draft_quantization="int8") as engine:
+        assert not engine._forward.hand_step.has_int8_layers
+        assert engine.describe().startswith("vllm (float32, KV")
+        _compare(engine, "float32", lengths=[3, 127], rows_by_step=[2, 1])
+    assert "without int8 kernels of its own: 104 output channels" in caplog.text or "208 output" in caplog.text
+
+
+def test_a_head_that_does_not_divide_into_blocks(tmp_path: Path) -> None:
+    if not _own_kernels_run_here():
+        pytest.skip("no int8 kernels of our own run here")
+    folder = harness.make_random_llama(tmp_path, vocab_size=331, tie_word_embeddings=True)
+    with harness.vllm_engine(folder, draft_quantization="int8") as engine:
+        assert engine._forward.hand_step.has_int8_layers
+        assert engine.describe().startswith("vllm (float32, int8 in steps, KV")
+        _compare(engine, "int8 float32", lengths=[3, 127], rows_by_step=[2, 1], missed=(1, 2))
 
 
 @pytest.mark.real_models
-@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+@pytest.mark.parametrize("kind", ["bfloat16", "int8 bfloat16", "int8 float32"])
 @pytest.mark.parametrize("name", ["smollm2-135m-instruct", "qwen2.5-coder-0.5b-instruct"])
 def test_real_models(model_folder: Callable[[str], Path], name: str, kind: str) -> None:
+    _needs_own_kernels(kind)
     with harness.vllm_engine(model_folder(name), draft_max_model_len=1024, **_options(kind)) as engine:
         assert engine._forward.hand_step is not None
         expected, _ = _run(engine, lengths=[200, 126, 3, 60], rows_by_step=[4, 4, 1], by_hand=False)
         found, _ = _run(engine, lengths=[200, 126, 3, 60], rows_by_step=[4, 4, 1], by_hand=True)
     # Random tokens, the worst there is for int8 activations over 30 layers.
-    least = {"bfloat16": 0.99, "int8": 0.93}[kind]
+    least = 0.99 if kind == "bfloat16" else 0.93
     for logits, hand_logits in zip(expected, found, strict=True):
         for pair in zip(logits, hand_logits, strict=True):
             assert torch.corrcoef(torch.stack(pair))[0, 1] > least

@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import llvmlite.binding as llvm
+import numba
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 from reference.int8_layers import Floats, Layer, Product, bfloat16, normalised, packed
 
+from vllm_tokentiming.engine import int8_dot, openmp
 from vllm_tokentiming.engine import int8_kernels as kernels
-from vllm_tokentiming.engine import openmp
 
 pytestmark = pytest.mark.skipif(
-    not llvm.get_host_cpu_features().get("avx512vnni", False) or openmp.runtime() is None,
-    reason="needs a CPU with AVX-512 VNNI and PyTorch's OpenMP runtime",
+    int8_dot.INSTRUCTIONS is None or openmp.runtime() is None,
+    reason="needs an x86 CPU with AVX2 or AVX-512 VNNI, and PyTorch's OpenMP runtime",
 )
 
 EPSILON = 1e-5
@@ -54,16 +54,19 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 class Bench:
     """A region on arrays of its own, and the reference's layer of the same weights."""
 
-    def __init__(self, shape: Shape, *, rows: int, biased: bool = False, last: bool = False) -> None:
+    def __init__(
+        self, shape: Shape, *, rows: int, biased: bool = False, last: bool = False, wide: bool = False
+    ) -> None:
         self.random = np.random.default_rng(0)
-        self.rows, self.shape = rows, shape
+        self.rows, self.shape, self.wide = rows, shape, wide
         self.kept: list[Any] = []
         self.residual = self.floats(rows, shape.width)
         self.other = np.zeros_like(self.residual)
         self.summand = np.zeros_like(self.residual)
-        self.attended = bfloat16(self.floats(rows, shape.queries))
-        self.qkv = np.zeros((rows, shape.qkv), np.uint16)
-        self.normed = np.zeros((rows, shape.width), np.uint16)
+        attended = self.floats(rows, shape.queries)
+        self.attended = attended if wide else bfloat16(attended)
+        self.qkv = np.zeros((rows, shape.qkv), np.float32 if wide else np.uint16)
+        self.normed = np.zeros((rows, shape.width), np.float32 if wide else np.uint16)
         self.activated = np.zeros((rows, shape.mlp), np.float32)
         norms = [self.random.uniform(0.5, 1.5, shape.width).astype(np.float32) for _ in range(2)]
         self.layer = Layer(
@@ -106,6 +109,7 @@ class Bench:
         if layer.qkv is not None:
             products[kernels.QKV] = self.packed(layer.qkv, self.qkv)
         halves = (self.attended.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+        attended: npt.NDArray[Any] = self.attended if self.wide else halves
         numbers = {
             kernels.ROWS: self.rows,
             kernels.WIDTH: self.shape.width,
@@ -113,7 +117,8 @@ class Bench:
             kernels.RESIDUAL: self.address(self.residual),
             kernels.OTHER_RESIDUAL: self.address(self.other),
             kernels.SUMMAND: self.address(self.summand),
-            kernels.INPUT: self.address(halves),
+            kernels.IS_FLOAT32: self.wide,
+            kernels.INPUT: self.address(attended),
             kernels.NORM: self.address(layer.norm),
             kernels.NEXT_NORM: self.address(layer.next_norm),
             kernels.NORMED: self.address(self.normed) if layer.qkv is None else 0,
@@ -121,12 +126,15 @@ class Bench:
         return kernels.describe(numbers, products)
 
     def run(self, region: int) -> None:
-        """The first or the second of the compiled regions."""
+        """One of the compiled regions, by its place."""
         description = self.describe()
         openmp.ParallelRegion(kernels.compiled()[region].address)(description.ctypes.data)
 
 
-def widened(halves: npt.NDArray[np.uint16]) -> Floats:
+def widened(halves: npt.NDArray[Any]) -> Floats:
+    """Numbers of the model's dtype as float32."""
+    if halves.dtype == np.float32:
+        return halves
     return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
@@ -134,8 +142,37 @@ def error(found: Floats, expected: Floats) -> float:
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
+@pytest.mark.parametrize("instructions", int8_dot.available())
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("depth", [8, 24, 576])
+def test_a_block_is_multiplied_exactly(depth: int, rows: int, instructions: str) -> None:
+    """To the last bit, with the largest numbers that there are: nothing may overflow on the way."""
+    dot = int8_dot.dot_of(rows, instructions=instructions)
+
+    @numba.njit
+    def multiply(weights: int, inputs: int, sums: int, quads: int) -> None:
+        dot(weights, inputs, sums, quads)
+
+    random = np.random.default_rng(depth)
+    offset = 128 if instructions == int8_dot.VNNI else 0
+    for weights, inputs in (
+        (
+            random.integers(-128, 128, (kernels.CHANNELS, depth), dtype=np.int8),
+            random.integers(-127, 128, (rows, depth), dtype=np.int8),
+        ),
+        (np.full((kernels.CHANNELS, depth), -128, np.int8), np.full((rows, depth), 127, np.int8)),
+        (np.full((kernels.CHANNELS, depth), -128, np.int8), np.full((rows, depth), -127, np.int8)),
+        (np.full((kernels.CHANNELS, depth), 127, np.int8), np.full((rows, depth), -127, np.int8)),
+    ):
+        moved = (inputs.astype(np.int32) + offset).astype(np.uint8)
+        block, sums = packed(weights), np.full((rows, kernels.CHANNELS), 7, np.int32)
+        multiply(block.ctypes.data, moved.ctypes.data, sums.ctypes.data, depth // 4)
+        expected = (inputs.astype(np.int64) + offset) @ weights.astype(np.int64).T
+        assert np.array_equal(sums, expected)
+
+
 @pytest.mark.parametrize("biased", [False, True], ids=["without biases", "with biases"])
-@pytest.mark.parametrize("rows", [1, 2, kernels.MAX_ROWS])
+@pytest.mark.parametrize("rows", [1, 2, 4, 7])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_from_one_attention_to_the_next(shape: Shape, rows: int, biased: bool, threads: int) -> None:
     bench = Bench(shape, rows=rows, biased=biased)
@@ -149,9 +186,32 @@ def test_from_one_attention_to_the_next(shape: Shape, rows: int, biased: bool, t
     assert np.median(np.abs(widened(bench.qkv) - qkv)) < SIXTEEN_BITS * np.median(np.abs(qkv))
 
 
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_in_float32_from_one_attention_to_the_next(rows: int, threads: int) -> None:
+    bench = Bench(SHAPES["queries wider than the rest"], rows=rows, wide=True)
+    before = bench.other[:] = bench.residual
+    residual, _, qkv = bench.layer(bench.attended, before.copy())
+    bench.run(1)
+    assert qkv is not None
+    assert error(bench.other, residual) < 1e-3
+    assert error(bench.qkv, qkv) < SIXTEEN_BITS
+    assert np.median(np.abs(bench.qkv - qkv)) < 1e-5 * np.median(np.abs(qkv))
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_the_head(rows: int, wide: bool, threads: int) -> None:
+    bench = Bench(SHAPES["queries wider than the rest"], rows=rows, wide=wide)
+    bench.run(2)
+    assert error(bench.summand, bench.layer.output(bench.attended)) < ROUNDING
+    assert not bench.qkv.any()
+    assert not bench.other.any()
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_after_the_last_layer_come_hidden_states(rows: int, threads: int) -> None:
-    bench = Bench(SHAPES["as in SmolLM2-135M"], rows=rows, last=True)
+def test_after_the_last_layer_come_hidden_states(rows: int, wide: bool, threads: int) -> None:
+    bench = Bench(SHAPES["as in SmolLM2-135M"], rows=rows, last=True, wide=wide)
     bench.other[:] = bench.residual
     _, normed, _ = bench.layer(bench.attended, bench.residual.copy())
     bench.run(1)
@@ -172,11 +232,12 @@ def test_before_the_first_layer(rows: int, threads: int) -> None:
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     shape = SHAPES["as in SmolLM2-135M"]
-    together = Bench(shape, rows=kernels.MAX_ROWS)
+    rows = 7
+    together = Bench(shape, rows=rows)
     together.other[:] = together.residual
     together.run(1)
-    for row in range(kernels.MAX_ROWS):
-        alone = Bench(shape, rows=kernels.MAX_ROWS)  # the same weights
+    for row in range(rows):
+        alone = Bench(shape, rows=rows)  # the same weights
         alone.rows = 1
         for name in ("residual", "other", "summand", "attended", "qkv", "normed", "activated"):
             setattr(alone, name, np.ascontiguousarray(getattr(alone, name)[row : row + 1]))
@@ -233,5 +294,7 @@ def test_without_a_writable_folder_they_are_compiled_and_a_warning_says_so(
         return lambda region: f"compiled {region.__name__}"
 
     monkeypatch.setattr(kernels.numba, "cfunc", cfunc)
-    assert kernels.compiled.__wrapped__() == ("compiled before_layers", "compiled after_attention")
+    assert kernels.compiled.__wrapped__() == tuple(
+        f"compiled {name}" for name in ("before_layers", "after_attention", "project")
+    )
     assert "NUMBA_CACHE_DIR" in caplog.text

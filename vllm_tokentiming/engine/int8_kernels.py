@@ -4,16 +4,15 @@ A decode step on vLLM's kernels is made of many small ones: each forks and joins
 int8, and lets the stream of weights from memory stop, which is all that a step should wait for. Here a layer's output
 projection, norms, MLP and the next layer's query, key and value projection are one region with three barriers.
 
-Weights stay as vLLM packed them (``convert_weight_packed``, from SGLang): for 32 output channels at a time int8
-[K/4, 32, 4], then int32 [32], 128 times the sum of each channel's weights. The instruction multiplies unsigned by
-signed bytes, so inputs are rounded to int8 and moved up by 128, and that product is taken off again. As in vLLM's
-kernel an input has one scale a row, its largest magnitude / 127; between products all is float32 here, bfloat16 there.
+Weights are packed as vLLM does it (``convert_weight_packed``, from SGLang): for 32 output channels at a time int8
+[K/4, 32, 4], then int32 [32], 128 times the sum of each channel's weights, which is what inputs that are moved up add
+(``int8_dot``). As in vLLM's kernel an input has one scale a row, its largest magnitude / 127; between products all is
+float32 here, bfloat16 there. What passes between a region and the rest of the model is bfloat16 or float32.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -23,35 +22,24 @@ from typing import Any, Final, TypeVar
 import numba
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from vllm_tokentiming.engine.int8_dot import AVX2, CHANNELS, INSTRUCTIONS, OFFSET, dot_of
 from vllm_tokentiming.engine.openmp import BARRIER, THREAD, THREADS, runtime
 
 logger = logging.getLogger(__name__)
-
-CHANNELS: Final = 32
-"""Output channels of a block of packed weights."""
-
-MAX_ROWS: Final = 4
-"""Above, matrix instructions win, which vLLM's kernels use."""
-
-_AHEAD: Final = 2048
-"""Bytes of weights that are asked for before they are needed."""
-
-_LANES = ir.VectorType(ir.IntType(32), 16)
 
 _CORRECTION: Final = 4
 """Bytes that packing adds to the weights of an output channel."""
 
 # Fields of a region's description, int64: numbers and addresses. A product has six.
-ROWS, WIDTH, EPSILON = 0, 1, 2
-RESIDUAL, OTHER_RESIDUAL, SUMMAND = 3, 4, 5
-INPUT, NORM, NEXT_NORM, NORMED = 6, 7, 8, 9
-OUTPUT, GATE_UP, DOWN, QKV = 10, 16, 22, 28
-_FIELDS: Final = 34
+ROWS, WIDTH, EPSILON, IS_FLOAT32 = 0, 1, 2, 3
+RESIDUAL, OTHER_RESIDUAL, SUMMAND = 4, 5, 6
+INPUT, NORM, NEXT_NORM, NORMED = 7, 8, 9, 10
+OUTPUT, GATE_UP, DOWN, QKV = 11, 17, 23, 29
+_FIELDS: Final = 35
 _WEIGHT, _SCALE, _BIAS, _RESULT, _CHANNELS_OUT, _CHANNELS_IN = range(6)
 
 
@@ -64,7 +52,7 @@ class Product:
         shape: of the packed weights.
         scales: address of float32 [N].
         biases: address of float32 [N], or 0.
-        result: address; bfloat16 of queries, keys and values; float32 of others, of gates and ups half as wide.
+        result: address; queries, keys and values have the model's dtype, others float32, gates and ups half as wide.
     """
 
     weights: int
@@ -131,58 +119,7 @@ def _pointer(_typing_context: Any, address: Any) -> Any:
     return types.voidptr(address), generate
 
 
-def _dot_of(rows: int) -> Any:
-    """Multiply a block of weights with so many rows of unsigned bytes.
-
-    Called with the addresses of the weights, of the rows and of the result, int32 [rows, 32], and with the rows' length
-    in quads of bytes, even. ``vpdpbusd`` adds four products of bytes to each of 16 lanes, and the next one on the same
-    lanes has to wait for it: even and odd quads have lanes of their own.
-    """
-
-    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        weights, inputs, sums, quads = arguments
-        i32, i64, no_lanes = ir.IntType(32), ir.IntType(64), ir.Constant(_LANES, ir.Undefined)
-        bytes_ = ir.IntType(8).as_pointer()
-        instruction = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(_LANES, [_LANES] * 3), "llvm.x86.avx512.vpdpbusd.512"
-        )
-        prefetch = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(ir.VoidType(), [bytes_, i32, i32, i32]), "llvm.prefetch.p0"
-        )
-        zero = ir.Constant(_LANES, [0] * 16)
-        every = ir.Constant(_LANES, [0] * 16)
-        lanes = {
-            place: cgutils.alloca_once_value(builder, zero)
-            for place in itertools.product(range(2), range(2), range(rows))
-        }
-        with cgutils.for_range(builder, builder.lshr(quads, i64(1)), intp=i64) as loop:
-            for odd, part in itertools.product(range(2), range(2)):
-                place = builder.add(weights, builder.add(builder.mul(loop.index, i64(256)), i64(128 * odd + 64 * part)))
-                ahead = builder.inttoptr(builder.add(place, i64(_AHEAD)), bytes_)
-                builder.call(prefetch, [ahead, i32(0), i32(3), i32(1)])
-                block = builder.load(builder.inttoptr(place, _LANES.as_pointer()), align=1)
-                for row in range(rows):
-                    quad = builder.add(builder.mul(loop.index, i64(2)), i64(odd))
-                    quad = builder.add(builder.mul(quads, i64(row)), quad)
-                    address = builder.add(inputs, builder.mul(quad, i64(4)))
-                    value = builder.load(builder.inttoptr(address, i32.as_pointer()), align=1)
-                    spread = builder.shuffle_vector(builder.insert_element(no_lanes, value, i32(0)), no_lanes, every)
-                    slot = lanes[odd, part, row]
-                    builder.store(builder.call(instruction, [builder.load(slot), spread, block]), slot)
-        for row, part in itertools.product(range(rows), range(2)):
-            total = builder.add(builder.load(lanes[0, part, row]), builder.load(lanes[1, part, row]))
-            place = builder.inttoptr(builder.add(sums, i64(128 * row + 64 * part)), _LANES.as_pointer())
-            builder.store(total, place, align=1)
-        return context.get_dummy_value()
-
-    @_intrinsic
-    def dot(_typing_context: Any, _weights: Any, _rows: Any, _sums: Any, _quads: Any) -> Any:
-        return types.void(types.int64, types.int64, types.int64, types.int64), generate
-
-    return dot
-
-
-_dot_one, _dot_two, _dot_four = _dot_of(1), _dot_of(2), _dot_of(4)
+_dot_one, _dot_two, _dot_four = (dot_of(rows, instructions=INSTRUCTIONS or AVX2) for rows in (1, 2, 4))
 
 
 @_kernel
@@ -216,6 +153,24 @@ def _narrow(words: Any, halves: Any) -> None:
 
 
 @_kernel
+def _read(region: Any, address: int, first: int, row: Any) -> None:
+    """Numbers of the model's dtype from this address, starting with number ``first``."""
+    if region[IS_FLOAT32] != 0:
+        row[:] = _floats(address + 4 * first, len(row))
+    else:
+        _widen(_halves(address + 2 * first, len(row)), row.view(np.uint32))
+
+
+@_kernel
+def _write(region: Any, row: Any, address: int, first: int) -> None:
+    if region[IS_FLOAT32] != 0:
+        floats = _floats(address + 4 * first, len(row))
+        floats[:] = row
+    else:
+        _narrow(row.view(np.uint32), _halves(address + 2 * first, len(row)))
+
+
+@_kernel
 def _largest(words: Any) -> Any:
     """The largest magnitude's bits: those of floats order as integers do."""
     largest = np.uint32(0)
@@ -226,13 +181,13 @@ def _largest(words: Any) -> Any:
 
 @_kernel
 def _round(row: Any, words: Any, rounded: Any, scales: Any, at: int) -> None:
-    """Round a row of float32 to int8, moved up by 128, and keep its scale."""
+    """Round a row of float32 to int8, moved up as the instructions need it, and keep its scale."""
     scales.view(np.uint32)[at] = _largest(words)
     largest = scales[at]
     scales[at] = largest / np.float32(127.0)
     factor = np.float32(127.0) / largest if largest > 0 else np.float32(0.0)
     for i in range(len(row)):
-        rounded[i] = np.uint8(np.int32(np.rint(row[i] * factor)) + np.int32(128))
+        rounded[i] = np.uint8(np.int32(np.rint(row[i] * factor)) + np.int32(OFFSET))
 
 
 @_kernel_in_any_order
@@ -262,11 +217,9 @@ def _sigmoid_product(gates: Any, ups: Any, result: Any) -> None:
 
 
 @_kernel
-def _block(product: Any, block: int, rows: int, scratch: Any, result: Any) -> None:
-    """32 output channels of a product: float32 [rows · 32]."""
-    _, rounded, row_scales, sums = scratch
-    depth = product[_CHANNELS_IN]
-    weights = product[_WEIGHT] + block * CHANNELS * (depth + _CORRECTION)
+def _sum_up(weights: int, rows: int, depth: int, scratch: Any) -> None:
+    """A block's weights times the rounded rows."""
+    _, rounded, _, sums = scratch
     row = 0
     while row < rows:
         inputs, sums_of_row = rounded.ctypes.data + row * depth, sums.ctypes.data + 4 * CHANNELS * row
@@ -279,12 +232,25 @@ def _block(product: Any, block: int, rows: int, scratch: Any, result: Any) -> No
         else:
             _dot_one(weights, inputs, sums_of_row, depth // 4)
             row += 1
-    corrections = numba.carray(_pointer(weights + CHANNELS * depth), (CHANNELS,), np.int32)
+    if OFFSET:
+        corrections = numba.carray(_pointer(weights + CHANNELS * depth), (CHANNELS,), np.int32)
+        for r in range(rows):
+            for i in range(CHANNELS):
+                sums[CHANNELS * r + i] -= corrections[i]
+
+
+@_kernel
+def _block(product: Any, block: int, rows: int, scratch: Any, result: Any) -> None:
+    """32 output channels of a product: float32 [rows · 32]."""
+    _, _, row_scales, sums = scratch
+    depth = product[_CHANNELS_IN]
+    weights = product[_WEIGHT] + block * CHANNELS * (depth + _CORRECTION)
+    _sum_up(weights, rows, depth, scratch)
     scales = _floats(product[_SCALE] + 4 * CHANNELS * block, CHANNELS)
     for r in range(rows):
         of_row = result[CHANNELS * r : CHANNELS * (r + 1)]
         for i in range(CHANNELS):
-            of_row[i] = np.float32(sums[CHANNELS * r + i] - corrections[i]) * (row_scales[r] * scales[i])
+            of_row[i] = np.float32(sums[CHANNELS * r + i]) * (row_scales[r] * scales[i])
         if product[_BIAS] != 0:
             biases = _floats(product[_BIAS] + 4 * CHANNELS * block, CHANNELS)
             for i in range(CHANNELS):
@@ -316,24 +282,23 @@ def _normed(region: Any, source: int, target: int, norm: int, scratch: Any) -> N
         for i in range(width):
             row[i] = row[i] * factor * weights[i]
         if region[NORMED] != 0:
-            _narrow(words[first:last], _halves(region[NORMED] + 2 * width * r, width)[first:last])
+            _write(region, row[first:last], region[NORMED], width * r + first)
         _round(row[:width], words, rounded[width * r :], scales, r)
 
 
 @_kernel
 def _into_qkv(region: Any, source: int, target: int, scratch: Any) -> None:
-    """The next layer's queries, keys and values, bfloat16; after the last layer, the normalised hidden state."""
+    """The next layer's queries, keys and values; after the last layer, the normalised hidden state."""
     _normed(region, source, target, region[NEXT_NORM], scratch)
     product, rows = region[QKV:], region[ROWS]
     channels = product[_CHANNELS_OUT]
     first, last = _share(channels // CHANNELS, _thread(), _threads())
     result = np.empty(CHANNELS * rows, np.float32)
-    words = result.view(np.uint32)
     for block in range(first, last):
         _block(product, block, rows, scratch, result)
         for r in range(rows):
-            halves = _halves(product[_RESULT] + 2 * (channels * r + CHANNELS * block), CHANNELS)
-            _narrow(words[CHANNELS * r : CHANNELS * (r + 1)], halves)
+            of_row = result[CHANNELS * r : CHANNELS * (r + 1)]
+            _write(region, of_row, product[_RESULT], channels * r + CHANNELS * block)
 
 
 @_kernel
@@ -365,6 +330,16 @@ def _into_activated(region: Any, scratch: Any) -> None:
 
 
 @_kernel
+def _round_input(region: Any, scratch: Any) -> None:
+    row, rounded, scales, _ = scratch
+    depth = region[OUTPUT + _CHANNELS_IN]
+    words = row.view(np.uint32)[:depth]
+    for r in range(region[ROWS]):
+        _read(region, region[INPUT], depth * r, row[:depth])
+        _round(row[:depth], words, rounded[depth * r :], scales, r)
+
+
+@_kernel
 def _scratch(region: Any) -> Any:
     """A thread's own: a row, float32; all rows, rounded; their scales; what the instruction sums up."""
     widest = max(region[WIDTH], region[OUTPUT + _CHANNELS_IN], region[DOWN + _CHANNELS_IN])
@@ -384,15 +359,11 @@ def before_layers(description: Any) -> None:
 
 
 def after_attention(description: Any) -> None:
-    """From what a layer attended to, bfloat16 at ``INPUT``, to the next layer's queries, keys and values."""
+    """From what a layer attended to, at ``INPUT``, to the next layer's queries, keys and values."""
     region = numba.carray(description, (_FIELDS,), np.int64)
     scratch = _scratch(region)
-    row, rounded, scales, _ = scratch
-    depth = region[OUTPUT + _CHANNELS_IN]
-    words = row.view(np.uint32)[:depth]
-    for r in range(region[ROWS]):
-        _widen(_halves(region[INPUT] + 2 * depth * r, depth), words)
-        _round(row[:depth], words, rounded[depth * r :], scales, r)
+    _, rounded, scales, _ = scratch
+    _round_input(region, scratch)
     _into_summand(region, region[OUTPUT:], scratch)
     _barrier()
     _normed(region, region[OTHER_RESIDUAL], region[RESIDUAL], region[NORM], scratch)
@@ -407,21 +378,32 @@ def after_attention(description: Any) -> None:
     _into_qkv(region, region[RESIDUAL], region[OTHER_RESIDUAL], scratch)
 
 
+def project(description: Any) -> None:
+    """The product ``OUTPUT`` of the hidden states at ``INPUT``, as float32: the model's head."""
+    region = numba.carray(description, (_FIELDS,), np.int64)
+    scratch = _scratch(region)
+    _round_input(region, scratch)
+    _into_summand(region, region[OUTPUT:], scratch)
+
+
+_REGIONS: Final = (before_layers, after_attention, project)
+
+
 @functools.cache
-def compiled() -> tuple[Any, Any]:
-    """:func:`before_layers` and :func:`after_attention` as machine code, from numba's cache on disk where it has them.
+def compiled() -> tuple[Any, Any, Any]:
+    """The three regions as machine code, from numba's cache on disk where it has them.
 
     Their ``address`` is what counts.
     """
     runtime()  # makes its functions known to the compiler
     signature = types.void(types.voidptr)
     try:
-        before, after = (numba.cfunc(signature, cache=True)(region) for region in (before_layers, after_attention))
+        before, after, head = (numba.cfunc(signature, cache=True)(region) for region in _REGIONS)
     except RuntimeError as error:  # neither beside this file nor in the user's folder may be written
         logger.warning(
             "The draft's kernels are compiled at every start, which takes some seconds: %s. "
             "Set NUMBA_CACHE_DIR to a folder that can be written.",
             error,
         )
-        before, after = (numba.cfunc(signature)(region) for region in (before_layers, after_attention))
-    return before, after
+        before, after, head = (numba.cfunc(signature)(region) for region in _REGIONS)
+    return before, after, head

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from vllm.config import CacheConfig, CompilationMode, CUDAGraphMode, LoadConfig, ModelConfig, ParallelConfig, VllmConfig
 from vllm.config.utils import replace
+from vllm.platforms import current_platform
 
 from vllm_tokentiming.config import TokenTimingConfig
 from vllm_tokentiming.engine.int8_checkpoint import AUTO, INT8, int8_checkpoint, require_not_quantized
@@ -43,7 +44,8 @@ def make_draft_vllm_config(target: VllmConfig, options: TokenTimingConfig) -> Vl
         UnsupportedModelError: it can, but the model does not generate text.
     """
     model_config = draft_model_config(target.model_config, options)
-    if (folder := _int8_folder(target, model_config, options)) is not None:
+    in_steps_alone = _takes_int8_steps(model_config)
+    if not in_steps_alone and (folder := _int8_folder(target, model_config, options)) is not None:
         model_config = draft_model_config(target.model_config, options, int8_weights=folder)
     if options.draft_enforce_eager is None and _steps_by_hand(target, model_config):
         # Only long prompts go through vLLM's layers then, where compiling gains nothing and takes a minute.
@@ -121,25 +123,50 @@ def draft_model_config(
         )
     if options.draft_quantization == INT8 and int8_weights is None:
         require_not_quantized(model_config.hf_config.to_dict(), options.draft_model)
-        if model_config.dtype != torch.bfloat16:
+        if model_config.dtype != torch.bfloat16 and not _takes_int8_steps(model_config):
             # vLLM's int8 kernel for CPUs refuses float32, and ends the process on float16.
             raise ConfigError(
                 f"draft_quantization is 'int8', and the draft's activations are {model_config.dtype}. "
-                "Required: bfloat16. Set draft_dtype to 'bfloat16'."
+                "Required: bfloat16; or float32 for a Llama or Qwen2 draft on an x86 CPU with AVX2. Set draft_dtype to "
+                "'bfloat16'."
             )
     return model_config
+
+
+def int8_weights_of_steps(target: VllmConfig, draft: ModelConfig, options: TokenTimingConfig) -> Path | None:
+    """Folder with int8 weights for the draft's decode steps beside its own ones; None where it takes them without.
+
+    Made of the draft if they are not there. Where vLLM's kernels gain nothing by int8 weights, the steps still do by
+    kernels of our own, and prompts are better read with float weights.
+
+    Raises:
+        ConfigError: they are asked for and cannot be made.
+    """
+    return _int8_folder(target, draft, options) if _takes_int8_steps(draft) else None
+
+
+def _takes_int8_steps(draft: ModelConfig) -> bool:
+    if not current_platform.is_cpu():
+        return False
+    # What they import of vLLM is for CPUs.
+    from vllm_tokentiming.engine.vllm_decode_step import is_expected
+    from vllm_tokentiming.engine.vllm_int8_layers import why_unfit_place
+
+    # With AMX vLLM packs bfloat16 drafts' int8 weights such that our kernels can read them.
+    dtypes = {torch.float32} if torch.cpu.get_capabilities().get("amx_tile") else {torch.float32, torch.bfloat16}
+    return draft.dtype in dtypes and is_expected(draft.architectures) and why_unfit_place() is None
 
 
 def _int8_folder(target: VllmConfig, model_config: ModelConfig, options: TokenTimingConfig) -> Path | None:
     """Where the draft's int8 weights are; None where it runs with those that it has."""
     if options.draft_quantization == INT8:
         return int8_checkpoint(_local_folder(options, target.load_config))
+    # Elsewhere vLLM's int8 kernels were not measured, or are slower than those for bfloat16.
+    vllm_gains = model_config.dtype == torch.bfloat16 and torch.cpu.get_capabilities().get("avx512_vnni")
     if (
         options.draft_quantization != AUTO
         or target.device_config.device_type != "cpu"
-        # Elsewhere it was not measured, and may be slower than bfloat16.
-        or not torch.cpu.get_capabilities().get("avx512_vnni")
-        or model_config.dtype != torch.bfloat16
+        or not (vllm_gains or _takes_int8_steps(model_config))
         or model_config.quantization is not None
         or not _RUN_AS_INT8.intersection(model_config.architectures)
     ):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,13 +39,24 @@ _QUANTIZED = _Limits(kv_error=0.06, correlation=0.9)
 """About three times what SmolLM2-135M and Qwen2.5-0.5B differ by; a rotation by one position makes 0.07–0.14."""
 
 
-def agreed_step(model: Any, cache: DraftKVCache, forward: DraftForward) -> LlamaDecodeStep | None:
-    """The hand-written step, where this draft has one and it agrees with vLLM's; else None, and the log says why."""
+def agreed_step(
+    model: Any, *, cache: DraftKVCache, forward: DraftForward, int8_weights: Path | None = None
+) -> LlamaDecodeStep | None:
+    """The hand-written step, where this draft has one and it agrees with vLLM's; else None, and the log says why.
+
+    Args:
+        model: the draft, loaded by vLLM.
+        cache: its KV.
+        forward: its passes on vLLM's layers.
+        int8_weights: folder with weights for steps of few rows, where the model's own are float ones.
+    """
     reason = why_unfit(model, cache)
     if reason is None:
-        int8_reason = int8_layers.why_unfit(model.model)
-        if int8_reason is None:
-            step = LlamaDecodeStep(model, cache=cache, int8_layers=int8_layers.Int8Layers(model.model))
+        try:
+            step, int8_reason = _int8_step(model, cache, int8_weights)
+        except ValueError as error:
+            step, int8_reason = None, str(error)
+        if step is not None:
             int8_reason = disagreement(forward, step, cache)
             if int8_reason is None:
                 logger.info("the draft takes its decode steps on int8 kernels of its own, alone or with few rows")
@@ -57,6 +69,18 @@ def agreed_step(model: Any, cache: DraftKVCache, forward: DraftForward) -> Llama
             return step
     logger.info("the draft takes its decode steps through vLLM's layers: %s", reason)
     return None
+
+
+def _int8_step(model: Any, cache: DraftKVCache, int8_weights: Path | None) -> tuple[LlamaDecodeStep | None, str | None]:
+    """A step on int8 kernels, or why there is none."""
+    reason = int8_layers.why_unfit(model.model, is_packed=int8_weights is None)
+    if reason is not None:
+        return None, reason
+    if int8_weights is None:
+        layers = int8_layers.of_packed_model(model.model)
+    else:
+        layers = int8_layers.of_checkpoint(model, int8_weights)
+    return LlamaDecodeStep(model, cache=cache, int8_layers=layers), None
 
 
 @torch.inference_mode()

@@ -25,7 +25,6 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-from vllm_tokentiming.engine.int8_kernels import MAX_ROWS
 from vllm_tokentiming.engine.vllm_cpu_gemm import Gemm, bind_gemm
 from vllm_tokentiming.engine.vllm_int8_layers import Int8Layers
 from vllm_tokentiming.engine.vllm_kv_cache import DraftKVCache
@@ -124,6 +123,7 @@ class LlamaDecodeStep:
     def __init__(self, model: Any, *, cache: DraftKVCache, int8_layers: Int8Layers | None = None) -> None:
         body = model.model
         self._int8_layers = int8_layers
+        self._max_rows = 0 if int8_layers is None else int8_layers.max_rows
         self._model = model
         self._embedding = body.embed_tokens.weight.data
         attention = body.layers[0].self_attn
@@ -155,7 +155,7 @@ class LlamaDecodeStep:
     @property
     def is_quantized(self) -> bool:
         """Whether the layers round their input to few bits."""
-        return self._model.quant_config is not None
+        return self._model.quant_config is not None or self._int8_layers is not None
 
     @property
     def has_int8_layers(self) -> bool:
@@ -225,7 +225,7 @@ class LlamaDecodeStep:
         isa, kv_dtype, window = builder.isa, impl.kv_cache_dtype, impl.sliding_window
         residual, hidden = b.residual, b.hidden
         starts = b.query_start if query_start is None else query_start
-        fused = self._int8_layers if len(ids) <= MAX_ROWS else None
+        fused = self._int8_layers if len(ids) <= self._max_rows else None
         regions: Sequence[int] = self._no_regions
         if fused is None:
             torch.index_select(self._embedding, 0, ids, out=residual)
@@ -260,6 +260,14 @@ class LlamaDecodeStep:
             add_norm(hidden, residual, layer.next_norm, epsilon)
         return hidden
 
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, vocabulary] of hidden states after a step, [rows, H]."""
+        own = None
+        if self._int8_layers is not None and len(hidden) <= self._max_rows:
+            own = self._int8_layers.logits(hidden)
+        logits: torch.Tensor = self._model.compute_logits(hidden) if own is None else own
+        return logits
+
     def _make_buffers(self, rows: int) -> _Buffers:
         dtype, hidden_size, head = self._embedding.dtype, self._embedding.shape[1], self._head_size
 
@@ -287,7 +295,7 @@ class LlamaDecodeStep:
             activated=new(self._mlp_size),
             query_start=torch.arange(rows + 1, dtype=torch.int32),
         )
-        if self._int8_layers is not None and rows <= MAX_ROWS:
+        if self._int8_layers is not None and rows <= self._max_rows:
             self._int8_layers.prepare(qkv=made.qkv, attended=made.attended, normed=made.hidden)
         self._buffers[rows] = made
         return made

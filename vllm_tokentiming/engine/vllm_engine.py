@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ from vllm_tokentiming.config import TokenTimingConfig
 from vllm_tokentiming.engine.int8_checkpoint import INT8
 from vllm_tokentiming.engine.interface import DraftedTokens, DraftRequest, Silence, StopRule
 from vllm_tokentiming.engine.sampler import DraftSampler, confidence
-from vllm_tokentiming.engine.vllm_config import make_draft_vllm_config
+from vllm_tokentiming.engine.vllm_config import int8_weights_of_steps, make_draft_vllm_config
 from vllm_tokentiming.engine.vllm_forward import DraftForward
 from vllm_tokentiming.engine.vllm_kv_blocks import DraftBlocks, DraftSequence
 from vllm_tokentiming.engine.vllm_kv_cache import GIB, DraftKVCache, allocate_draft_kv_cache
@@ -83,6 +84,7 @@ class VllmDraftEngine:
         started = time.monotonic()
         self.config = make_draft_vllm_config(target, options)
         model_config = self.config.model_config
+        int8_steps = int8_weights_of_steps(target, model_config, options)
         # Another folder than the user's holds int8 weights; what vLLM calls their format says less.
         self._quantization = INT8 if model_config.model != options.draft_model else model_config.quantization
         self._device = torch.device(target.device_config.device)
@@ -104,7 +106,7 @@ class VllmDraftEngine:
             max_requests=scheduler.max_num_seqs,
         )
         self._sampler = DraftSampler(device=self._device, seed=options.seed)
-        self._warm_up()
+        self._warm_up(int8_steps)
         logger.info("the draft model is ready after %.1f s", time.monotonic() - started)
 
     @property
@@ -272,7 +274,7 @@ class VllmDraftEngine:
     def _forget(self, request_id: str) -> None:
         self._cache.clear(self._blocks.forget(request_id))
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, int8_steps: Path | None) -> None:
         compiled = bool(self.config.compilation_config.mode)
         if compiled:
             logger.info("compiling the draft model; this can take a minute or two on the first start")
@@ -284,7 +286,10 @@ class VllmDraftEngine:
             from vllm_tokentiming.engine.vllm_decode_check import agreed_step
 
             with self._whole.alone():
-                self._forward.hand_step = agreed_step(self._model, self._cache, self._forward)
+                step = agreed_step(self._model, cache=self._cache, forward=self._forward, int8_weights=int8_steps)
+            self._forward.hand_step = step
+            if int8_steps is not None and step is not None and step.has_int8_layers:
+                self._quantization = f"{INT8} in steps"
         # A short real cycle touches every kernel once, so that the first request does not pay for it.
         warm = DraftRequest(request_id="warm-up", context_ids=[0, 0], num_steps=2)
         self.draft([warm])

@@ -102,15 +102,15 @@ class DraftForward:
         query_start = self._query_start.gpu[: rows + 1]
         if self.hand_step is not None and tokens <= _SHORT_PASS:
             hidden = self._run_by_hand(self.hand_step, tokens=tokens, rows=rows, query_start=query_start)
-        else:
-            hidden = self._run(
-                tokens=tokens,
-                rows=rows,
-                query_start=query_start,
-                query_start_cpu=self._query_start.cpu[: rows + 1],
-                max_query_len=int(lengths.max()),
-                max_seq_len=int((first + lengths).max()),
-            )
+            return self.hand_step.logits(hidden[(query_start[1:] - 1).long()])
+        hidden = self._run(
+            tokens=tokens,
+            rows=rows,
+            query_start=query_start,
+            query_start_cpu=self._query_start.cpu[: rows + 1],
+            max_query_len=int(lengths.max()),
+            max_seq_len=int((first + lengths).max()),
+        )
         return self._logits(hidden[(query_start[1:] - 1).long()])
 
     @torch.inference_mode()
@@ -136,7 +136,7 @@ class DraftForward:
             self._host_seq_lens[:rows].add_(1)
         self._longest += 1
         if self.hand_step is not None:
-            return self._logits(self._run_by_hand(self.hand_step, tokens=rows, rows=rows))
+            return self.hand_step.logits(self._run_by_hand(self.hand_step, tokens=rows, rows=rows))
         block = torch.div(positions, self._cache.block_size, rounding_mode="floor")
         torch.add(
             self._block_table.gpu[self._rows[:rows], block].long() * self._cache.block_size,

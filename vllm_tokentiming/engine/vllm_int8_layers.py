@@ -1,48 +1,123 @@
 """Which drafts can take what lies between two attentions as one region of int8 kernels, and on which arrays?
 
-Binds the kernels to weights that vLLM has loaded and packed; owns descriptions and what the regions pass on in float32.
+Binds the kernels to weights that vLLM has loaded and packed, or to those of a checkpoint beside a model that keeps its
+own; owns descriptions and what the regions pass on in float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
-import llvmlite.binding as llvm
 import numba
 import numpy as np
 import torch
 
 from vllm_tokentiming.engine import int8_kernels as kernels
 from vllm_tokentiming.engine import openmp
+from vllm_tokentiming.engine.int8_dot import INSTRUCTIONS
+from vllm_tokentiming.engine.int8_weights import Int8File, Int8Weights, LayerWeights
 from vllm_tokentiming.engine.vllm_cpu_gemm import is_packed_int8
 
+_ROWS_BESIDE_AMX: Final = 4
+"""Above, matrix instructions win, which vLLM's kernels use."""
 
-def why_unfit(body: Any) -> str | None:
-    """What keeps the layers of a Llama-shaped model from the int8 regions; None where nothing does."""
-    return next(_unfit(body), None)
+_ROWS_BESIDE_FLOATS: Final = 32
+"""As many as a short pass has: the float weights are twice or four times as much to read."""
 
 
-def _unfit(body: Any) -> Iterator[str]:
-    if not llvm.get_host_cpu_features().get("avx512vnni", False):
-        yield "the CPU has no AVX-512 VNNI"
+def why_unfit_place() -> str | None:
+    """What keeps this machine from the int8 kernels; None where nothing does."""
+    return next(_unfit_place(), None)
+
+
+def _unfit_place() -> Iterator[str]:
+    if INSTRUCTIONS is None:
+        yield "the CPU has neither AVX2 nor AVX-512 VNNI"
     if numba.config.DISABLE_JIT or not numba.config.ENABLE_AVX or numba.config.CPU_NAME or numba.config.CPU_FEATURES:
         yield "numba is told not to compile, or to compile for another CPU"
     if openmp.runtime() is None:
         yield "PyTorch's OpenMP runtime is not to be found"
-    if body.embed_tokens.weight.dtype != torch.bfloat16:
-        yield "its activations are not bfloat16"
+
+
+def why_unfit(body: Any, *, is_packed: bool = True) -> str | None:
+    """What keeps the layers of a Llama-shaped model from the int8 regions; None where nothing does.
+
+    Args:
+        body: the model without its head.
+        is_packed: they are to read the weights that vLLM packed.
+    """
+    if (reason := why_unfit_place()) is not None:
+        return reason
+    dtype = body.embed_tokens.weight.dtype
+    if dtype not in {torch.bfloat16, torch.float32}:
+        return f"its activations are {dtype}, neither bfloat16 nor float32"
+    return next(_unfit_packed(body), None) if is_packed else None
+
+
+def _unfit_packed(body: Any) -> Iterator[str]:
     for layer in body.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        for product in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
+        for product in _products(layer):
             if not is_packed_int8(product):
                 yield "its weights are not int8, as vLLM packs them for matrix instructions"
                 return
             if product.weight_scale.dtype != torch.float32 or product.weight_scale.numel() != len(product.weight):
                 yield "its weights have not one float32 scale for each output channel"
-            if reason := kernels.Product.why_unfit(product.weight.shape, is_pair=product is mlp.gate_up_proj):
-                yield reason
+                return
+        if reason := _packed_by_vllm(layer).why_unfit():
+            yield reason
+
+
+def of_packed_model(body: Any) -> Int8Layers:
+    """On the weights that vLLM packed; :func:`why_unfit` found nothing."""
+    layers = [_packed_by_vllm(layer) for layer in body.layers]
+    return Int8Layers(body, layers, max_rows=_ROWS_BESIDE_AMX)
+
+
+def of_checkpoint(model: Any, folder: Path) -> Int8Layers:
+    """On int8 weights of the same model, which keeps its own; :func:`why_unfit` found nothing.
+
+    Args:
+        model: with its head.
+        folder: the draft's int8 checkpoint.
+
+    Raises:
+        ValueError: their shapes do not fit.
+    """
+    file, layers = Int8File(folder), []
+    for number, layer in enumerate(model.model.layers):
+        names = ("qkv", "output", "gate_up", "down")
+        biases = {name: _bias(product) for name, product in zip(names, _products(layer), strict=True)}
+        layers.append(file.layer(number, biases))
+        if reason := layers[-1].why_unfit():
+            raise ValueError(reason)
+    processor = model.logits_processor
+    is_plain = processor.scale == 1.0 and processor.soft_cap is None and getattr(model.lm_head, "bias", None) is None
+    head = file.head(processor.org_vocab_size) if is_plain else None
+    return Int8Layers(model.model, layers, max_rows=_ROWS_BESIDE_FLOATS, head=head, vocab_size=processor.org_vocab_size)
+
+
+def _products(layer: Any) -> tuple[Any, Any, Any, Any]:
+    attention, mlp = layer.self_attn, layer.mlp
+    return attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
+
+
+def _bias(product: Any) -> torch.Tensor | None:
+    return None if product.bias is None or product.skip_bias_add else product.bias.data
+
+
+def _packed_by_vllm(layer: Any) -> LayerWeights:
+    qkv, output, gate_up, down = (
+        Int8Weights(
+            packed=product.weight.data,
+            scales=product.weight_scale.data.flatten(),
+            biases=None if _bias(product) is None else product.bias_fp32.data,
+        )
+        for product in _products(layer)
+    )
+    return LayerWeights(qkv=qkv, output=output, gate_up=gate_up, down=down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,58 +135,71 @@ class Int8Layers:
 
     Args:
         body: a model for which :func:`why_unfit` found nothing.
+        weights: of its layers.
+        max_rows: above, they are slower than the model's own kernels.
+        head: the weights of its output embedding, where logits are to come from int8 kernels too.
+        vocab_size: the logits that come from it.
     """
 
-    def __init__(self, body: Any) -> None:
-        self._layers = body.layers
+    def __init__(
+        self,
+        body: Any,
+        weights: Sequence[LayerWeights],
+        *,
+        max_rows: int,
+        head: Int8Weights | None = None,
+        vocab_size: int = 0,
+    ) -> None:
+        self.max_rows = max_rows
+        self._weights, self._head, self._vocab_size = weights, head, vocab_size
         self._embedding = body.embed_tokens.weight.data
         self._epsilon = np.array([body.norm.variance_epsilon], dtype=np.float32)
         # The norms are few; the kernels read them as float32.
-        self._first_norm = self._layers[0].input_layernorm.weight.data.float()
-        self._norms = [layer.post_attention_layernorm.weight.data.float() for layer in self._layers]
+        self._first_norm = body.layers[0].input_layernorm.weight.data.float()
+        self._norms = [layer.post_attention_layernorm.weight.data.float() for layer in body.layers]
         self._next_norms = [
-            *(layer.input_layernorm.weight.data.float() for layer in self._layers[1:]),
+            *(layer.input_layernorm.weight.data.float() for layer in body.layers[1:]),
             body.norm.weight.data.float(),
         ]
-        before, after = kernels.compiled()
-        self._before_layers = openmp.ParallelRegion(before.address)
-        self._after_attention = openmp.ParallelRegion(after.address)
+        self._before_layers, self._after_attention, self._project = (
+            openmp.ParallelRegion(region.address) for region in kernels.compiled()
+        )
         self._rows: dict[int, _Rows] = {}
 
     def prepare(self, *, qkv: torch.Tensor, attended: torch.Tensor, normed: torch.Tensor) -> None:
         """Bind the regions to buffers of one number of rows.
 
         Args:
-            qkv: bfloat16 [rows, queries + keys + values], written before each attention.
-            attended: bfloat16 [rows, queries], read after it.
-            normed: bfloat16 [rows, hidden size], the hidden states after the last layer.
+            qkv: [rows, queries + keys + values], written before each attention; all of the model's dtype.
+            attended: [rows, queries], read after it.
+            normed: [rows, hidden size], the hidden states after the last layer.
         """
         rows, width = normed.shape
         residual, other, summand, nothing = (torch.zeros(rows, width) for _ in range(4))
-        activated = torch.zeros(rows, self._layers[0].mlp.down_proj.input_size)
+        activated = torch.zeros(rows, len(self._weights[0].gate_up.packed) // 2)
         common = {
             kernels.ROWS: rows,
             kernels.WIDTH: width,
             kernels.EPSILON: self._epsilon.ctypes.data,
+            kernels.IS_FLOAT32: normed.dtype == torch.float32,
             kernels.RESIDUAL: residual.data_ptr(),
             kernels.OTHER_RESIDUAL: other.data_ptr(),
             kernels.SUMMAND: summand.data_ptr(),
         }
-        projections = [layer.self_attn.qkv_proj for layer in self._layers]
         before = kernels.describe(
             {**common, kernels.SUMMAND: nothing.data_ptr(), kernels.NEXT_NORM: self._first_norm.data_ptr()},
-            {kernels.QKV: _product(projections[0], qkv)},
+            {kernels.QKV: self._weights[0].qkv.writing_to(qkv)},
         )
         after = []
-        for place, layer in enumerate(self._layers):
-            is_last = place == len(self._layers) - 1
+        for place, layer in enumerate(self._weights):
+            is_last = place == len(self._weights) - 1
             products = {
-                kernels.OUTPUT: _product(layer.self_attn.o_proj, summand),
-                kernels.GATE_UP: _product(layer.mlp.gate_up_proj, activated),
-                kernels.DOWN: _product(layer.mlp.down_proj, summand),
+                kernels.OUTPUT: layer.output.writing_to(summand),
+                kernels.GATE_UP: layer.gate_up.writing_to(activated),
+                kernels.DOWN: layer.down.writing_to(summand),
             }
             if not is_last:
-                products[kernels.QKV] = _product(projections[place + 1], qkv)
+                products[kernels.QKV] = self._weights[place + 1].qkv.writing_to(qkv)
             numbers = {
                 kernels.INPUT: attended.data_ptr(),
                 kernels.NORM: self._norms[place].data_ptr(),
@@ -141,13 +229,17 @@ class Int8Layers:
         """Write the next layer's queries, keys and values; after the last layer, the normalised hidden states."""
         self._after_attention(region)
 
-
-def _product(layer: Any, result: torch.Tensor) -> kernels.Product:
-    has_bias = layer.bias is not None and not layer.skip_bias_add
-    return kernels.Product(
-        weights=layer.weight.data_ptr(),
-        shape=tuple(layer.weight.shape),
-        scales=layer.weight_scale.data_ptr(),
-        biases=layer.bias_fp32.data_ptr() if has_bias else 0,
-        result=result.data_ptr(),
-    )
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """float32 [rows, vocabulary] of hidden states, [rows, hidden size]; None where the head is not here."""
+        if self._head is None:
+            return None
+        rows, hidden = len(hidden), hidden.contiguous()
+        result = torch.empty(rows, len(self._head.packed), dtype=torch.float32)
+        numbers = {
+            kernels.ROWS: rows,
+            kernels.IS_FLOAT32: hidden.dtype == torch.float32,
+            kernels.INPUT: hidden.data_ptr(),
+        }
+        description = kernels.describe(numbers, {kernels.OUTPUT: self._head.writing_to(result)})
+        self._project(description.ctypes.data)
+        return result[:, : self._vocab_size]
