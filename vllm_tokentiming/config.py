@@ -46,7 +46,7 @@ class TokenTimingConfig:
     draft_quantization: str | None = _option(
         "auto",
         "int8: 8-bit weights and activations, made from the draft once and cached; auto: that on CPUs that gain by it, "
-        "where the draft is bfloat16 and allows it; null: as its config says; else a vLLM quantization method",
+        "where the draft allows it; null: as its config says; else a vLLM quantization method",
     )
     draft_trust_remote_code: bool = _option(False, "run code that the draft's repository brings")
     draft_max_model_len: int | None = _option(

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import platform
+
 import pytest
+import torch
 
 from vllm_tokentiming.errors import ConfigError, UnsupportedVLLMError
 from vllm_tokentiming.plugin import METHOD, PROPOSER, rewrite
-from vllm_tokentiming.vllm_adapter.compat import check_layout, check_version, require_supported_vllm
+from vllm_tokentiming.vllm_adapter.compat import (
+    check_layout,
+    check_version,
+    require_supported_vllm,
+    warn_of_costly_verification,
+)
 
 
 def test_the_method_becomes_custom_class_and_the_rest_becomes_options():
@@ -92,3 +100,23 @@ def test_pipeline_parallelism_on_cpu_is_refused_with_the_remedy():
         check_layout(pipeline_parallel_size=2, device_type="cpu")
     check_layout(pipeline_parallel_size=1, device_type="cpu")
     check_layout(pipeline_parallel_size=2, device_type="cuda")
+
+
+@pytest.mark.parametrize(
+    ("other", "warned"),
+    [
+        ({}, True),
+        ({"bfloat16_kernels": True}, False),
+        ({"machine": "aarch64"}, False),
+        ({"device_type": "cuda"}, False),
+        ({"dtype": torch.float32}, False),
+    ],
+)
+def test_who_serves_where_no_proposal_can_pay_is_told_what_to_do(monkeypatch, caplog, other, warned):
+    case = {
+        "machine": "x86_64", "bfloat16_kernels": False, "device_type": "cpu", "dtype": torch.bfloat16, **other
+    }  # fmt: skip
+    monkeypatch.setattr(platform, "machine", lambda: case["machine"])
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: case["bfloat16_kernels"])
+    warn_of_costly_verification(device_type=case["device_type"], dtype=case["dtype"])
+    assert ("Serve with --dtype float32" in caplog.text) is warned

@@ -1,12 +1,16 @@
-"""Which vLLM this is, and whether we know its seam."""
+"""Which vLLM this is, whether we know its seam, and what it cannot do well on this machine."""
 
 from __future__ import annotations
 
 import logging
+import platform
 import re
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from vllm_tokentiming.errors import UnsupportedVLLMError
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -68,4 +72,21 @@ def check_layout(*, pipeline_parallel_size: int, device_type: str) -> None:
             f"--pipeline-parallel-size is {pipeline_parallel_size}, and vLLM 0.32's CPU worker then loads a draft on "
             "every stage, though only the last one has it, and dies. Required on CPU: one stage. Use "
             "--tensor-parallel-size, or --data-parallel-size, instead."
+        )
+
+
+def warn_of_costly_verification(*, device_type: str, dtype: torch.dtype) -> None:
+    """Say so where a pass over several tokens costs about as much as one for each, so that no proposal can pay.
+
+    vLLM packs 16-bit weights with oneDNN, which has no such kernels for x86 CPUs without AVX-512; what it falls back to
+    takes the tokens of a pass one by one.
+    """
+    import torch
+
+    if device_type != "cpu" or dtype != torch.bfloat16 or platform.machine() not in {"x86_64", "AMD64"}:
+        return
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        logger.warning(
+            "The target runs in bfloat16, which vLLM multiplies one token at a time on this CPU (no AVX-512): prompts "
+            "are slow, and verifying proposals gains nothing, so hardly any are made. Serve with --dtype float32."
         )

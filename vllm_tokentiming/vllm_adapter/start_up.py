@@ -12,6 +12,7 @@ from vllm_tokentiming.pair import Pair
 from vllm_tokentiming.pipeline import Pipeline
 from vllm_tokentiming.proposal_modes import ProposalMode
 from vllm_tokentiming.repeats import RepeatAcceptance
+from vllm_tokentiming.vllm_adapter.compat import warn_of_costly_verification
 from vllm_tokentiming.vllm_adapter.draft_check import load_vocabulary
 from vllm_tokentiming.vocabulary import SpecialTokenMap, overlap
 
@@ -50,6 +51,7 @@ def build_pipeline(config: VllmConfig, options: TokenTimingConfig, *, max_propos
     target = load_vocabulary(config.model_config)
     draft = load_vocabulary(draft_model_config(config.model_config, options))
     special_tokens = SpecialTokenMap.build(target, draft, options.special_token_pairs)
+    warn_of_costly_verification(device_type=config.device_config.device_type, dtype=config.model_config.dtype)
     engine = build_engine(config, options)
     if options.transfer == "paper":
         logger.warning(
