@@ -325,19 +325,6 @@ def test_hash_table_spreads_real_keys():
     assert ((at - wanted) % slots).mean() < 2.0
 
 
-def test_compiles_without_a_folder_for_the_cache(monkeypatch, caplog):
-    njit = kernel.numba.njit
-
-    def no_folder(*args, **options):
-        if options.get("cache"):
-            raise RuntimeError("no locator available")
-        return njit(*args, **options)
-
-    monkeypatch.setattr(kernel.numba, "njit", no_folder)
-    assert kernel._compiled(kernel.pending_after)(2, 1 << kernel.CONTINUATION_SHIFT) == 1
-    assert "NUMBA_CACHE_DIR" in caplog.text
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.floats(1e-300, 1e3)), min_size=1, max_size=12), st.data())
 def test_rows_are_laws_whatever_the_scale(support, data):

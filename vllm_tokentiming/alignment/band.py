@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_tokentiming.alignment.compilation import compiled
+from vllm_tokentiming.compilation import compiled
 
 
 @compiled

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_tokentiming.alignment.band import band_of_row
-from vllm_tokentiming.alignment.compilation import compiled
 from vllm_tokentiming.alignment.levenshtein import (
     MAX_PATTERN_LENGTH,
     levenshtein,
@@ -19,6 +18,7 @@ from vllm_tokentiming.alignment.levenshtein import (
     mark_pattern,
     unmark_pattern,
 )
+from vllm_tokentiming.compilation import compiled
 
 UNREACHABLE: Final = 1 << 62
 """Cost of a cell outside the band: above any real cost, and one local cost more does not overflow int64."""

@@ -8,10 +8,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from vllm_tokentiming.alignment import band, compilation, dtw, levenshtein, path
-from vllm_tokentiming.alignment.compilation import compile_now, compiled, compiled_and_cached, source_digest
+from vllm_tokentiming import compilation
+from vllm_tokentiming.alignment import band, dtw, levenshtein, path
 from vllm_tokentiming.alignment.dtw import accumulate_costs
 from vllm_tokentiming.alignment.path import trace_path
+from vllm_tokentiming.compilation import compile_now, compiled, compiled_and_cached, source_digest
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]

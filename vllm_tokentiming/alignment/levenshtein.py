@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from vllm_tokentiming.alignment.compilation import compiled
+from vllm_tokentiming.compilation import compiled
 
 MAX_PATTERN_LENGTH: Final = 62
 """Bytes of a token that fit one int64 of bits: the sum below needs one bit more, and the sign stays clear."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from vllm_tokentiming.alignment.compilation import compiled
+from vllm_tokentiming.compilation import compiled
 
 
 @compiled

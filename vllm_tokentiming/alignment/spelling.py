@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from vllm_tokentiming.alignment.compilation import compile_now, compiled_and_cached
+from vllm_tokentiming.compilation import compile_now, compiled_and_cached
 
 _SIGNATURE: Final = (
     "void(uint8[::1], int32[::1], uint8[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], "

@@ -13,7 +13,6 @@ float32 here, bfloat16 there. What passes between a region and the rest of the m
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,12 +23,13 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 from numba.core import cgutils
+from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
+from vllm_tokentiming.compilation import callback, source_digest
+from vllm_tokentiming.engine import int8_dot
 from vllm_tokentiming.engine.int8_dot import AVX2, CHANNELS, INSTRUCTIONS, OFFSET, dot_of
 from vllm_tokentiming.engine.openmp import BARRIER, THREAD, THREADS, runtime
-
-logger = logging.getLogger(__name__)
 
 _CORRECTION: Final = 4
 """Bytes that packing adds to the weights of an output channel."""
@@ -352,58 +352,49 @@ def _scratch(region: Any) -> Any:
     )
 
 
-def before_layers(description: Any) -> None:
-    """Normalise the embeddings, at ``RESIDUAL``, and project them to the first layer's queries, keys and values."""
-    region = numba.carray(description, (_FIELDS,), np.int64)
-    _into_qkv(region, region[RESIDUAL], region[OTHER_RESIDUAL], _scratch(region))
+def _regions(digest_of_callees: int) -> tuple[Callable[[Any], None], ...]:
+    """The three regions; with the digest in their closures numba's cache notices changes of what they call."""
 
+    def before_layers(description: Any) -> None:
+        """Normalise the embeddings, at ``RESIDUAL``, and project them to the first layer's queries, keys and values."""
+        _ = digest_of_callees
+        region = numba.carray(description, (_FIELDS,), np.int64)
+        _into_qkv(region, region[RESIDUAL], region[OTHER_RESIDUAL], _scratch(region))
 
-def after_attention(description: Any) -> None:
-    """From what a layer attended to, at ``INPUT``, to the next layer's queries, keys and values."""
-    region = numba.carray(description, (_FIELDS,), np.int64)
-    scratch = _scratch(region)
-    _, rounded, scales, _ = scratch
-    _round_input(region, scratch)
-    _into_summand(region, region[OUTPUT:], scratch)
-    _barrier()
-    _normed(region, region[OTHER_RESIDUAL], region[RESIDUAL], region[NORM], scratch)
-    _into_activated(region, scratch)
-    _barrier()
-    depth = region[DOWN + _CHANNELS_IN]
-    for r in range(region[ROWS]):
-        address = region[GATE_UP + _RESULT] + 4 * depth * r
-        _round(_floats(address, depth), _words(address, depth), rounded[depth * r :], scales, r)
-    _into_summand(region, region[DOWN:], scratch)
-    _barrier()
-    _into_qkv(region, region[RESIDUAL], region[OTHER_RESIDUAL], scratch)
+    def after_attention(description: Any) -> None:
+        """From what a layer attended to, at ``INPUT``, to the next layer's queries, keys and values."""
+        _ = digest_of_callees
+        region = numba.carray(description, (_FIELDS,), np.int64)
+        scratch = _scratch(region)
+        _, rounded, scales, _ = scratch
+        _round_input(region, scratch)
+        _into_summand(region, region[OUTPUT:], scratch)
+        _barrier()
+        _normed(region, region[OTHER_RESIDUAL], region[RESIDUAL], region[NORM], scratch)
+        _into_activated(region, scratch)
+        _barrier()
+        depth = region[DOWN + _CHANNELS_IN]
+        for r in range(region[ROWS]):
+            address = region[GATE_UP + _RESULT] + 4 * depth * r
+            _round(_floats(address, depth), _words(address, depth), rounded[depth * r :], scales, r)
+        _into_summand(region, region[DOWN:], scratch)
+        _barrier()
+        _into_qkv(region, region[RESIDUAL], region[OTHER_RESIDUAL], scratch)
 
+    def project(description: Any) -> None:
+        """The product ``OUTPUT`` of the hidden states at ``INPUT``, as float32: the model's head."""
+        _ = digest_of_callees
+        region = numba.carray(description, (_FIELDS,), np.int64)
+        scratch = _scratch(region)
+        _round_input(region, scratch)
+        _into_summand(region, region[OUTPUT:], scratch)
 
-def project(description: Any) -> None:
-    """The product ``OUTPUT`` of the hidden states at ``INPUT``, as float32: the model's head."""
-    region = numba.carray(description, (_FIELDS,), np.int64)
-    scratch = _scratch(region)
-    _round_input(region, scratch)
-    _into_summand(region, region[OUTPUT:], scratch)
-
-
-_REGIONS: Final = (before_layers, after_attention, project)
+    return before_layers, after_attention, project
 
 
 @functools.cache
-def compiled() -> tuple[Any, Any, Any]:
-    """The three regions as machine code, from numba's cache on disk where it has them.
-
-    Their ``address`` is what counts.
-    """
+def compiled() -> tuple[CFunc, ...]:
+    """``before_layers``, ``after_attention`` and ``project`` as machine code; their ``address`` is what counts."""
     runtime()  # makes its functions known to the compiler
     signature = types.void(types.voidptr)
-    try:
-        before, after, head = (numba.cfunc(signature, cache=True)(region) for region in _REGIONS)
-    except RuntimeError as error:  # neither beside this file nor in the user's folder may be written
-        logger.warning(
-            "The draft's kernels are compiled at every start, which takes some seconds: %s. "
-            "Set NUMBA_CACHE_DIR to a folder that can be written.",
-            error,
-        )
-        before, after, head = (numba.cfunc(signature)(region) for region in _REGIONS)
-    return before, after, head
+    return tuple(callback(region, signature) for region in _regions(source_digest(int8_dot.__file__)))

@@ -1,21 +1,16 @@
 """The compiled heart of the exact transfer: laws of draft tokens pushed forward to rows over the target vocabulary.
 
-One call serves a batch's cycle. No ``fastmath``: sums are taken in order, so that every rank gets the same bits.
-Owns nothing; scratch arrays are the caller's.
+One call serves a batch's cycle. No ``fastmath``: sums are taken in order, so that every rank gets the same bits. All
+that kernels call stands in this file, whose changes numba's cache notices. The GIL is kept: it guards the caller's
+scratch arrays, and a call takes microseconds. Owns nothing.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from typing import TypeVar
-
-import numba
 import numpy as np
 import numpy.typing as npt
 
-logger = logging.getLogger(__name__)
-Kernel = TypeVar("Kernel", bound=Callable[..., object])
+from vllm_tokentiming.compilation import compiled_and_cached
 
 IN_E, PENDING_SHIFT, CONTINUATION_SHIFT = 1, 1, 3
 """Bits of a draft token's traits: it belongs to E; the continuation bytes that its last character lacks (0 to 3); how
@@ -44,34 +39,16 @@ EMPTY = -1
 """The key of a free slot."""
 
 
-def _compiled(function: Kernel) -> Kernel:
-    """Compile on first use and keep the machine code on disk, where some folder can be written.
-
-    Everything that a kernel calls stands in this file: numba's cache notices changes of this file only. The GIL is
-    kept: it guards the caller's scratch, and a call takes microseconds.
-    """
-    try:
-        kernel: Kernel = numba.njit(cache=True)(function)
-    except RuntimeError as error:
-        logger.warning(
-            "The transfer kernel is compiled at every start, which takes some seconds: %s. "
-            "Set NUMBA_CACHE_DIR to a folder that can be written.",
-            error,
-        )
-        kernel = numba.njit(function)
-    return kernel
-
-
 def pending_after(pending: int, traits: int) -> int:
     """Continuation bytes that are lacking after a text that lacked ``pending`` and then a token of these traits."""
     continuation = traits >> CONTINUATION_SHIFT
     return max(pending - continuation, 0) if continuation else (traits >> PENDING_SHIFT) & 3
 
 
-_pending_after = _compiled(pending_after)
+_pending_after = compiled_and_cached(pending_after)
 
 
-@_compiled
+@compiled_and_cached
 def count_boundaries(  # noqa: PLR0917 - a compiled function takes no keywords cheaply
     ids: npt.NDArray[np.int32],
     is_boundary: npt.NDArray[np.bool_],
@@ -115,14 +92,14 @@ def key_slots(num_keys: int) -> int:
     return 1 << max(int(2 * num_keys - 1).bit_length(), 4)
 
 
-@_compiled
+@compiled_and_cached
 def _first_slot(key: int, mask: int) -> int:
     # Fibonacci hashing on 30 bits: keys are run · vocabulary size + token, whose low bits repeat, and the product stays
     # within int64 (uncompiled, numpy would warn of an overflow).
     return (((key ^ (key >> 30)) & 0x3FFFFFFF) * 0x9E3779B1 >> 24) & mask
 
 
-@_compiled
+@compiled_and_cached
 def insert(slots: npt.NDArray[np.int64], key: int, word: int) -> None:
     """Put a key into an open-addressing table, [a power of two, (key, word)], that has room."""
     mask = len(slots) - 1
@@ -133,7 +110,7 @@ def insert(slots: npt.NDArray[np.int64], key: int, word: int) -> None:
     slots[slot, 1] = word
 
 
-@_compiled
+@compiled_and_cached
 def insert_many(
     slots: npt.NDArray[np.int64],
     singles: npt.NDArray[np.int64],
@@ -148,7 +125,7 @@ def insert_many(
             insert(slots, keys[place], words[place])
 
 
-@_compiled
+@compiled_and_cached
 def find(slots: npt.NDArray[np.int64], key: int) -> int:
     """The word of a key, or UNKNOWN."""
     mask = len(slots) - 1
@@ -160,7 +137,7 @@ def find(slots: npt.NDArray[np.int64], key: int) -> int:
     return UNKNOWN
 
 
-@_compiled
+@compiled_and_cached
 def pack_entries(  # noqa: PLR0917 - a compiled function takes no keywords cheaply
     tokens: npt.NDArray[np.int64],
     links: npt.NDArray[np.bool_],
@@ -195,13 +172,13 @@ def pack_entries(  # noqa: PLR0917 - a compiled function takes no keywords cheap
     return True
 
 
-@_compiled
+@compiled_and_cached
 def _next_word(word: int, proxies: npt.NDArray[np.int32]) -> int:
     at = word >> REST_SHIFT
     return int((at + 1) << REST_SHIFT | int(proxies[at]))
 
 
-@_compiled
+@compiled_and_cached
 def _contains(values: npt.NDArray[np.int64], wanted: int) -> bool:
     for value in values:  # noqa: SIM110 - numba does not compile generators inside any()
         if value == wanted:
@@ -209,7 +186,7 @@ def _contains(values: npt.NDArray[np.int64], wanted: int) -> bool:
     return False
 
 
-@_compiled
+@compiled_and_cached
 def _push_forward(  # noqa: C901, PLR0912, PLR0917 - one pass; a compiled function takes no keywords cheaply
     drawn: int,
     alive: npt.NDArray[np.int64],
@@ -276,7 +253,7 @@ def _push_forward(  # noqa: C901, PLR0912, PLR0917 - one pass; a compiled functi
     return num_tokens, stored
 
 
-@_compiled
+@compiled_and_cached
 def chunk_rows(  # noqa: C901, PLR0912, PLR0915, PLR0917 - one pass; helpers would carry a dozen arrays each
     ids: npt.NDArray[np.int64],
     plans: npt.NDArray[np.int64],

@@ -1,4 +1,4 @@
-"""The kernel's cache: it notices changed callees, and does without where nothing can be written."""
+"""The kernels' cache: it notices changed callees, and does without where nothing can be written."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from numba import types
 from numba.core import caching
 from numba.core.dispatcher import Dispatcher
 
 import vllm_tokentiming
 from vllm_tokentiming.alignment import kernel
-from vllm_tokentiming.alignment.compilation import compiled_and_cached
+from vllm_tokentiming.compilation import callback, compiled_and_cached
 
 pytestmark = pytest.mark.skipif(not isinstance(kernel.align_batch, Dispatcher), reason="numba is switched off")
 
@@ -37,6 +38,18 @@ def test_without_a_writable_folder_the_kernel_is_compiled_and_a_warning_says_so(
     assert "NUMBA_CACHE_DIR" in caplog.text
 
 
+def test_without_a_writable_folder_a_callback_is_compiled_too(monkeypatch, caplog):
+    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+
+    def doubled(number):
+        return 2 * number
+
+    with caplog.at_level(logging.WARNING, logger="vllm_tokentiming"):
+        function = callback(doubled, types.int64(types.int64))
+    assert function.ctypes(21) == 42
+    assert "The kernel doubled is compiled at every start" in caplog.text
+
+
 def test_a_changed_callee_is_not_served_from_the_cache(tmp_path):
     package = tmp_path / "vllm_tokentiming"
     shutil.copytree(
@@ -44,7 +57,8 @@ def test_a_changed_callee_is_not_served_from_the_cache(tmp_path):
         package / "alignment",
         ignore=shutil.ignore_patterns("__pycache__"),
     )
-    shutil.copy(Path(vllm_tokentiming.__file__).with_name("errors.py"), package)
+    for name in ("errors.py", "compilation.py"):
+        shutil.copy(Path(vllm_tokentiming.__file__).with_name(name), package)
     (package / "__init__.py").write_text("")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
     environment.pop("NUMBA_CACHE_DIR", None)
