@@ -39,8 +39,13 @@ def load_prompts(path: Path, *, tasks: Sequence[str], per_task: int, skip: int =
         skip: how many of these to leave out at the front, for a run in several parts.
 
     Raises:
-        ValueError: an unknown task, or fewer questions than asked for.
+        ValueError: an unknown task, fewer questions than asked for, or all of them skipped.
     """
+    if not 0 <= skip < per_task:
+        raise ValueError(
+            f"{skip} of {per_task} questions of each task are skipped. Required: at least one left, as --per-task "
+            "counts those that are skipped too. Raise --per-task."
+        )
     questions = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     prompts = []
     for task in tasks:

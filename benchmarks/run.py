@@ -107,7 +107,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", default=list(FIVE_TASKS))
     parser.add_argument("--per-task", type=int, default=12)
     parser.add_argument(
-        "--skip", type=int, default=0, help="of these prompts the first of each task that another run had"
+        "--skip", type=int, default=0, help="how many of --per-task to leave out at the front, which another run had"
     )
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])

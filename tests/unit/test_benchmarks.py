@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from benchmarks.engine_worker import Step, WorkClock, answer, while_full
 from benchmarks.first_token import ADDED, cut_prompts
 from benchmarks.micro.alignment import WINDOW_RADIUS, compiled, path_cost, plain_dtw
 from benchmarks.micro.alignment_peers import peers
-from benchmarks.prompts import Prompt
+from benchmarks.prompts import Prompt, load_prompts
 from benchmarks.run import Engine, batches, parse_systems
 from benchmarks.run import measure as run_measure
 from benchmarks.systems import parse_system
@@ -162,6 +163,18 @@ def test_parts_with_other_settings_are_refused():
         merge([part(max_tokens=64), part(max_tokens=128)])
     with pytest.raises(ValueError, match="differ in skip"):
         merge([part(skip=0), part(system="ours", skip=6)])
+
+
+def test_the_parts_of_a_run_have_the_questions_of_the_whole(tmp_path):
+    file = tmp_path / "question.jsonl"
+    questions = [{"question_id": n, "category": "qa", "turns": [f"question {n}"]} for n in range(10)]
+    file.write_text("\n".join(json.dumps(question) for question in questions))
+    whole = load_prompts(file, tasks=["qa"], per_task=4)
+    assert [prompt.question_id for prompt in whole] == [0, 2, 5, 7]
+    assert load_prompts(file, tasks=["qa"], per_task=4, skip=3) == whole[3:]
+    for skip in (4, -1):
+        with pytest.raises(ValueError, match=f"{skip} of 4 questions of each task are skipped"):
+            load_prompts(file, tasks=["qa"], per_task=4, skip=skip)
 
 
 def test_prompts_of_a_length_do_not_overlap_and_take_turns():
