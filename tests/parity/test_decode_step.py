@@ -128,6 +128,37 @@ def test_catching_up_with_a_few_tokens_each(tiny: tuple[Any, str], lengths: list
     _compare(*tiny, lengths=lengths, rows_by_step=[len(lengths)] * 2, missed=missed)
 
 
+@pytest.mark.parametrize("length", [3, 40, 126, 300])
+def test_own_weights_give_the_same_bits_whoever_else_is_there(tiny: tuple[Any, str], length: int) -> None:
+    """A seed could not give the same output again otherwise: int8 inputs amplify any difference."""
+    engine, _ = tiny
+    if not engine._forward.hand_step.takes_every_pass:
+        pytest.skip("its weights are the model's")
+    forward = engine._forward
+    ids = torch.randint(engine.vocab_size, (5, 400), generator=torch.Generator().manual_seed(length)).tolist()
+    blocks = [[1 + 4 * row + i for i in range(4)] for row in range(5)]
+
+    def said(*others: int) -> list[torch.Tensor]:
+        """What the first row's passes give, beside rows of other lengths."""
+        lengths, kept = [length, *others], blocks[: 1 + len(others)]
+        engine._cache.clear([block for row in blocks for block in row])
+
+        def read(begins: list[int], counts: list[int]) -> torch.Tensor:
+            tokens = [row[b : b + n] for row, b, n in zip(ids, begins, counts, strict=False)]
+            return forward.prefill(ids=tokens, starts=begins, block_ids=kept)[0].clone()
+
+        found = [read([0] * len(lengths), lengths)]
+        found.append(read(lengths, [3, *(1 + n for n in range(len(others)))]))
+        forward.begin_decode(lengths=[length + 3, *(other + 1 + n for n, other in enumerate(others))], block_ids=kept)
+        steps = [torch.full((len(lengths),), token) for token in (7, 8)]
+        return [*found, *(forward.decode_step(tokens)[0].clone() for tokens in steps)]
+
+    alone = said()
+    for others in ((5,), (90, 2, 33), (300, 40, 31, 1)):
+        for one, other in zip(alone, said(*others), strict=True):
+            assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("model", ["qwen2", "biased llama"])
 def test_layers_with_biases(tmp_path: Path, model: str) -> None:
     if model == "qwen2":

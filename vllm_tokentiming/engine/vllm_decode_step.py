@@ -10,6 +10,7 @@ version that they were read in, and only after ``vllm_decode_check`` has compare
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -123,7 +124,9 @@ class LlamaDecodeStep:
     def __init__(self, model: Any, *, cache: DraftKVCache, int8_layers: Int8Layers | None = None) -> None:
         body = model.model
         self._int8_layers = int8_layers
-        self._max_rows = 0 if int8_layers is None else int8_layers.max_rows
+        self._max_rows = 0
+        if int8_layers is not None:
+            self._max_rows = sys.maxsize if int8_layers.max_rows is None else int8_layers.max_rows
         self._model = model
         self._embedding = body.embed_tokens.weight.data
         attention = body.layers[0].self_attn
@@ -136,7 +139,8 @@ class LlamaDecodeStep:
         self._block_size = cache.block_size
         self._attention = attention.attn.impl
         self._builder = cache.attention_groups[0].get_metadata_builder()
-        self._split_kv = envs.VLLM_CPU_ATTN_SPLIT_KV
+        # Where it is split depends on the other rows, and int8 inputs amplify what the order of sums changes.
+        self._split_kv = envs.VLLM_CPU_ATTN_SPLIT_KV and not self.takes_every_pass
         self._layers = self._bind(body)
         self._no_regions = [0] * len(self._layers)
         self._buffers: dict[int, _Buffers] = {}
@@ -161,6 +165,11 @@ class LlamaDecodeStep:
     def has_int8_layers(self) -> bool:
         """Whether few rows are taken from one attention to the next by kernels of our own."""
         return self._int8_layers is not None
+
+    @property
+    def takes_every_pass(self) -> bool:
+        """Whether its weights are others than the model's, which must then compute none of a request's tokens."""
+        return self._int8_layers is not None and self._int8_layers.max_rows is None
 
     def first_caches(self, number: int) -> list[torch.Tensor]:
         """The KV tensors of the first layers, [blocks, heads, block_size, content]."""

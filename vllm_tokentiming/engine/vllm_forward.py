@@ -1,16 +1,19 @@
 """One forward pass of the draft on vLLM's layers: ragged prefill and decode through the same path.
 
-A pass of few tokens may have a shorter path, ``hand_step``; without one it takes vLLM's. Owns the input buffers. On
-CPU the host and device sides of a buffer are one tensor. A decode loop updates positions, lengths and slots on the
-device, so nothing is synchronised between its steps.
+A pass of few tokens may have a shorter path, ``hand_step``; without one it takes vLLM's. A step with weights of its own
+takes every pass. Owns the input buffers. On CPU the host and device sides of a buffer are one tensor. A decode loop
+updates positions, lengths and slots on the device, so nothing is synchronised between its steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
@@ -22,8 +25,37 @@ from vllm_tokentiming.engine.vllm_kv_cache import DraftKVCache
 if TYPE_CHECKING:
     from vllm_tokentiming.engine.vllm_decode_step import LlamaDecodeStep
 
-_SHORT_PASS = 32
-"""Tokens up to which the dispatch of vLLM's layers, and not their arithmetic, is what a pass waits for."""
+SHORT_PASS = 32
+"""Tokens up to which the dispatch of vLLM's layers, and not their arithmetic, is what a pass waits for. A pass by hand
+has no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Positions of a row that one pass takes."""
+
+    row: int
+    begin: int
+    end: int
+
+
+def _passes(begins: Sequence[int], ends: Sequence[int]) -> Iterator[list[_Window]]:
+    """Cut rows at multiples of :data:`SHORT_PASS`; a pass has one window of a row at most, and no more tokens."""
+    left = [
+        deque(
+            _Window(row, max(begin, at), min(end, at + SHORT_PASS))
+            for at in range(begin - begin % SHORT_PASS, end, SHORT_PASS)
+        )
+        for row, (begin, end) in enumerate(zip(begins, ends, strict=True))
+    ]
+    while any(left):
+        taken: list[_Window] = []
+        room = SHORT_PASS
+        for windows in left:
+            if windows and windows[0].end - windows[0].begin <= room:
+                taken.append(windows.popleft())
+                room -= taken[-1].end - taken[-1].begin
+        yield taken
 
 
 def _buffer(*shape: int, dtype: torch.dtype, device: torch.device) -> CpuGpuBuffer:
@@ -100,7 +132,9 @@ class DraftForward:
         self._seq_lens.np[:rows] = first + lengths
         self._to_device(tokens=tokens, rows=rows)
         query_start = self._query_start.gpu[: rows + 1]
-        if self.hand_step is not None and tokens <= _SHORT_PASS:
+        if self.hand_step is not None and self.hand_step.takes_every_pass:
+            return self._prefill_by_hand(self.hand_step, first=first, ends=ends, lengths=lengths)
+        if self.hand_step is not None and tokens <= SHORT_PASS:
             hidden = self._run_by_hand(self.hand_step, tokens=tokens, rows=rows, query_start=query_start)
             return self.hand_step.logits(hidden[(query_start[1:] - 1).long()])
         hidden = self._run(
@@ -112,6 +146,38 @@ class DraftForward:
             max_seq_len=int((first + lengths).max()),
         )
         return self._logits(hidden[(query_start[1:] - 1).long()])
+
+    def _prefill_by_hand(
+        self,
+        step: LlamaDecodeStep,
+        *,
+        first: npt.NDArray[np.int64],
+        ends: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+    ) -> torch.Tensor:
+        """The tokens of the input buffers in several passes; on CPU, where host and device are one.
+
+        Attention sums up in an order that depends on how many tokens of a row a pass has. So rows are cut where their
+        positions say, whoever else is there.
+        """
+        begins, last = ends - lengths, [torch.empty(0)] * len(ends)
+        for windows in _passes(first.tolist(), (first + lengths).tolist()):
+            rows = [window.row for window in windows]
+            at = np.concatenate([np.arange(w.begin, w.end) + begins[w.row] - first[w.row] for w in windows])
+            tokens = torch.from_numpy(at)
+            edges = np.cumsum([0, *(window.end - window.begin for window in windows)])
+            hidden = step(
+                self._input_ids.gpu[tokens],
+                positions=self._positions.gpu[tokens],
+                seq_lens=torch.tensor([window.end for window in windows], dtype=torch.int32),
+                block_table=self._block_table.gpu[rows],
+                slots=self._slots.gpu[tokens],
+                query_start=torch.from_numpy(edges.astype(np.int32)),
+            )
+            for window, end in zip(windows, edges[1:].tolist(), strict=True):
+                if window.end == first[window.row] + lengths[window.row]:
+                    last[window.row] = hidden[end - 1].clone()
+        return step.logits(torch.stack(last))
 
     @torch.inference_mode()
     def begin_decode(self, *, lengths: Sequence[int], block_ids: Sequence[Sequence[int]]) -> None:

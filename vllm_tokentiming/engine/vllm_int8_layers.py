@@ -24,9 +24,6 @@ from vllm_tokentiming.engine.vllm_cpu_gemm import is_packed_int8
 _ROWS_BESIDE_AMX: Final = 4
 """Above, matrix instructions win, which vLLM's kernels use."""
 
-_ROWS_BESIDE_FLOATS: Final = 32
-"""As many as a short pass has: the float weights are twice or four times as much to read."""
-
 
 def why_unfit_place() -> str | None:
     """What keeps this machine from the int8 kernels; None where nothing does."""
@@ -79,6 +76,9 @@ def of_packed_model(body: Any) -> Int8Layers:
 def of_checkpoint(model: Any, folder: Path) -> Int8Layers:
     """On int8 weights of the same model, which keeps its own; :func:`why_unfit` found nothing.
 
+    They take passes of any size. If some went through the model's own weights, what a request's tokens are computed
+    with would depend on what else is in the pass, and a seed would not give the same output again.
+
     Args:
         model: with its head.
         folder: the draft's int8 checkpoint.
@@ -96,7 +96,7 @@ def of_checkpoint(model: Any, folder: Path) -> Int8Layers:
     processor = model.logits_processor
     is_plain = processor.scale == 1.0 and processor.soft_cap is None and getattr(model.lm_head, "bias", None) is None
     head = file.head(processor.org_vocab_size) if is_plain else None
-    return Int8Layers(model.model, layers, max_rows=_ROWS_BESIDE_FLOATS, head=head, vocab_size=processor.org_vocab_size)
+    return Int8Layers(model.model, layers, max_rows=None, head=head, vocab_size=processor.org_vocab_size)
 
 
 def _products(layer: Any) -> tuple[Any, Any, Any, Any]:
@@ -136,7 +136,7 @@ class Int8Layers:
     Args:
         body: a model for which :func:`why_unfit` found nothing.
         weights: of its layers.
-        max_rows: above, they are slower than the model's own kernels.
+        max_rows: above, the model's own kernels are faster, on the same weights; None where they have others.
         head: the weights of its output embedding, where logits are to come from int8 kernels too.
         vocab_size: the logits that come from it.
     """
@@ -146,7 +146,7 @@ class Int8Layers:
         body: Any,
         weights: Sequence[LayerWeights],
         *,
-        max_rows: int,
+        max_rows: int | None,
         head: Int8Weights | None = None,
         vocab_size: int = 0,
     ) -> None:
