@@ -348,7 +348,7 @@ def test_a_head_that_does_not_divide_into_blocks(tmp_path: Path) -> None:
     folder = harness.make_random_llama(tmp_path, vocab_size=331, tie_word_embeddings=True)
     with harness.vllm_engine(folder, draft_quantization="int8") as engine:
         assert engine._forward.hand_step.has_int8_layers
-        assert engine.describe().startswith("vllm (float32, int8 in steps, KV")
+        assert engine.describe().startswith("vllm (float32, int8, KV")
         _compare(engine, "int8 float32", lengths=[3, 127], rows_by_step=[2, 1], missed=(1, 2))
 
 

@@ -75,8 +75,8 @@ def test_body_and_head_are_int8_and_the_tokenizer_is_the_original() -> None:
     with harness.vllm_engine(folder, draft_dtype="bfloat16", draft_quantization="int8") as engine:
         model, config = engine._model, engine.config.model_config
         if config.quantization is None:
-            assert "bfloat16, int8 in steps" in engine.describe()
-            pytest.skip("vLLM keeps float weights on this CPU; what steps read is tested with the steps")
+            assert "bfloat16, int8" in engine.describe()
+            pytest.skip("vLLM keeps float weights on this CPU; those beside them are tested with the steps")
         layers = [model.lm_head]
         for layer in model.model.layers:
             layers += [layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj]

@@ -1,7 +1,8 @@
 """Where do the weights of the int8 kernels come from? From the checkpoint that is made of the draft, packed here.
 
 vLLM packs int8 weights so that the kernels can read them only where the CPU has matrix instructions (AMX). Elsewhere
-the model keeps its float weights for long prompts, and steps get these, a quarter or half of their size, beside them.
+the model is loaded with its float weights, which the start-up check and a fallback need, and passes read these, a
+quarter or half of their size, beside them.
 """
 
 from __future__ import annotations

@@ -134,10 +134,9 @@ def draft_model_config(
 
 
 def int8_weights_of_steps(target: VllmConfig, draft: ModelConfig, options: TokenTimingConfig) -> Path | None:
-    """Folder with int8 weights for the draft's decode steps beside its own ones; None where it takes them without.
+    """Folder with int8 weights for the draft's passes beside its own ones; None where it takes them without.
 
-    Made of the draft if they are not there. Where vLLM's kernels gain nothing by int8 weights, the steps still do by
-    kernels of our own, and prompts are better read with float weights.
+    Made of the draft if they are not there. Where vLLM's kernels gain nothing by int8 weights, kernels of our own do.
 
     Raises:
         ConfigError: they are asked for and cannot be made.

@@ -291,8 +291,8 @@ class VllmDraftEngine:
             with self._whole.alone():
                 step = agreed_step(self._model, cache=self._cache, forward=self._forward, int8_weights=int8_steps)
             self._forward.hand_step = step
-            if int8_steps is not None and step is not None and step.has_int8_layers:
-                self._quantization = f"{INT8} in steps"
+            if step is not None and step.takes_every_pass:
+                self._quantization = INT8
         # A short real cycle touches every kernel once, so that the first request does not pay for it.
         warm = DraftRequest(request_id="warm-up", context_ids=[0, 0], num_steps=2)
         self.draft([warm])
