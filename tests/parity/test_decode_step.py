@@ -359,6 +359,7 @@ def test_real_models(model_folder: Callable[[str], Path], name: str, kind: str) 
     _needs_own_kernels(kind)
     with harness.vllm_engine(model_folder(name), draft_max_model_len=1024, **_options(kind)) as engine:
         assert engine._forward.hand_step is not None
+        assert engine._forward.hand_step.has_int8_layers is (kind.startswith("int8") and _own_kernels_run_here())
         expected, _ = _run(engine, lengths=[200, 126, 3, 60], rows_by_step=[4, 4, 1], by_hand=False)
         found, _ = _run(engine, lengths=[200, 126, 3, 60], rows_by_step=[4, 4, 1], by_hand=True)
     # Random tokens, the worst there is for int8 activations over 30 layers.

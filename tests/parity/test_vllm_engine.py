@@ -61,14 +61,15 @@ def computed(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         passes.append(tokens)
         return run(tokens=tokens, **rest)
 
-    step = engine._forward.hand_step
+    kind = type(engine._forward.hand_step)
+    step = kind.__call__
 
-    def counting_by_hand(ids: torch.Tensor, **rest: Any) -> torch.Tensor:
+    def counting_by_hand(self: Any, ids: torch.Tensor, **rest: Any) -> torch.Tensor:
         passes.append(len(ids))
-        return step(ids, **rest)
+        return step(self, ids, **rest)
 
     monkeypatch.setattr(engine._forward, "_run", counting)
-    monkeypatch.setattr(engine._forward, "hand_step", counting_by_hand)
+    monkeypatch.setattr(kind, "__call__", counting_by_hand)
     return passes
 
 
@@ -279,7 +280,7 @@ def test_a_failing_pass_is_one_error_and_the_next_cycle_is_right(
     context = _text(200, 16)
     _draft(engine, "a", context)
     with monkeypatch.context() as broken:
-        broken.setattr(engine._forward, "_logits", lambda hidden: hidden.no_such_thing)
+        broken.setattr(engine._model, "compute_logits", lambda hidden: hidden.no_such_thing)
         with pytest.raises(DraftEngineError, match="no_such_thing"):
             _draft(engine, "a", [*context, 3])
     assert engine.num_requests == 0

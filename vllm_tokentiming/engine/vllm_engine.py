@@ -25,7 +25,7 @@ from vllm_tokentiming.engine.int8_checkpoint import INT8
 from vllm_tokentiming.engine.interface import DraftedTokens, DraftRequest, Silence, StopRule
 from vllm_tokentiming.engine.sampler import DraftSampler, confidence
 from vllm_tokentiming.engine.vllm_config import int8_weights_of_steps, make_draft_vllm_config
-from vllm_tokentiming.engine.vllm_forward import SHORT_PASS, DraftForward
+from vllm_tokentiming.engine.vllm_forward import DraftForward
 from vllm_tokentiming.engine.vllm_kv_blocks import DraftBlocks, DraftSequence
 from vllm_tokentiming.engine.vllm_kv_cache import GIB, DraftKVCache, allocate_draft_kv_cache
 from vllm_tokentiming.engine.vllm_solo_group import WholeModel
@@ -198,9 +198,8 @@ class VllmDraftEngine:
         part: list[tuple[_Row, list[int]]] = []
         for row in sorted(rows, key=lambda row: len(row.todo)):
             take = min(len(row.todo), budget)
-            over = (len(row.sequence.ids) + take) % SHORT_PASS
-            if over < take < len(row.todo):
-                take -= over  # where a row is cut should not depend on the others
+            if take < len(row.todo):
+                take = self._forward.whole_windows(len(row.sequence.ids), take)
             if take <= 0 or len(part) >= self._forward.max_requests:
                 break
             budget -= take

@@ -25,7 +25,7 @@ from vllm_tokentiming.engine.vllm_kv_cache import DraftKVCache
 if TYPE_CHECKING:
     from vllm_tokentiming.engine.vllm_decode_step import LlamaDecodeStep
 
-SHORT_PASS = 32
+_SHORT_PASS = 32
 """Tokens up to which the dispatch of vLLM's layers, and not their arithmetic, is what a pass waits for. A pass by hand
 has no more."""
 
@@ -40,17 +40,17 @@ class _Window:
 
 
 def _passes(begins: Sequence[int], ends: Sequence[int]) -> Iterator[list[_Window]]:
-    """Cut rows at multiples of :data:`SHORT_PASS`; a pass has one window of a row at most, and no more tokens."""
+    """Cut rows at multiples of :data:`_SHORT_PASS`; a pass has one window of a row at most, and no more tokens."""
     left = [
         deque(
-            _Window(row, max(begin, at), min(end, at + SHORT_PASS))
-            for at in range(begin - begin % SHORT_PASS, end, SHORT_PASS)
+            _Window(row, max(begin, at), min(end, at + _SHORT_PASS))
+            for at in range(begin - begin % _SHORT_PASS, end, _SHORT_PASS)
         )
         for row, (begin, end) in enumerate(zip(begins, ends, strict=True))
     ]
     while any(left):
         taken: list[_Window] = []
-        room = SHORT_PASS
+        room = _SHORT_PASS
         for windows in left:
             if windows and windows[0].end - windows[0].begin <= room:
                 taken.append(windows.popleft())
@@ -110,6 +110,15 @@ class DraftForward:
         self._one_each_on_device = self._one_each.to(device)
         self._rows = torch.arange(max_requests, device=device)
 
+    def whole_windows(self, begin: int, tokens: int) -> int:
+        """How many of the next ``tokens`` of a row to take now, if more are to follow in another pass.
+
+        All, or those up to a place where the row would be cut in any case; see :meth:`_prefill_by_hand`.
+        """
+        over = (begin + tokens) % _SHORT_PASS
+        cut_by_position = self.hand_step is not None and self.hand_step.takes_every_pass
+        return tokens - over if cut_by_position and over < tokens else tokens
+
     @torch.inference_mode()
     def prefill(
         self, *, ids: Sequence[Sequence[int]], starts: Sequence[int], block_ids: Sequence[Sequence[int]]
@@ -134,7 +143,7 @@ class DraftForward:
         query_start = self._query_start.gpu[: rows + 1]
         if self.hand_step is not None and self.hand_step.takes_every_pass:
             return self._prefill_by_hand(self.hand_step, first=first, ends=ends, lengths=lengths)
-        if self.hand_step is not None and tokens <= SHORT_PASS:
+        if self.hand_step is not None and tokens <= _SHORT_PASS:
             hidden = self._run_by_hand(self.hand_step, tokens=tokens, rows=rows, query_start=query_start)
             return self.hand_step.logits(hidden[(query_start[1:] - 1).long()])
         hidden = self._run(
