@@ -93,7 +93,7 @@ def test_both_sources_give_the_same(model: Any) -> None:
     for one, other in zip(_run(by_vllm), _run(by_us), strict=True):
         assert one.float().std() > 0
         assert torch.equal(one, other)
-    assert by_vllm.max_rows < by_us.max_rows
+    assert (by_vllm.max_rows, by_us.max_rows) == (4, None)
     assert by_vllm.logits(torch.zeros(1, WIDTH)) is None
     hidden = torch.randn(2, WIDTH)
     logits = by_us.logits(hidden)
