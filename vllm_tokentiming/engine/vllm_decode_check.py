@@ -59,7 +59,8 @@ def agreed_step(
         if step is not None:
             int8_reason = disagreement(forward, step, cache)
             if int8_reason is None:
-                logger.info("the draft takes its decode steps on int8 kernels of its own, alone or with few rows")
+                passes = "every pass" if step.takes_every_pass else "passes of few tokens"
+                logger.info("the draft takes %s on int8 kernels of its own", passes)
                 return step
         logger.info("the draft takes its decode steps without int8 kernels of its own: %s", int8_reason)
         step = LlamaDecodeStep(model, cache=cache)
