@@ -58,14 +58,15 @@ def dot_of(rows: int, *, instructions: str) -> Any:
         emit(builder, rows, arguments)
         return context.get_dummy_value()
 
-    @_intrinsic
+    @typed_intrinsic
     def dot(_typing_context: Any, _weights: Any, _rows: Any, _sums: Any, _quads: Any) -> Any:
         return types.void(types.int64, types.int64, types.int64, types.int64), generate
 
     return dot
 
 
-def _intrinsic(function: Callable[..., Any]) -> Any:
+def typed_intrinsic(function: Callable[..., Any]) -> Any:
+    """Numba's ``intrinsic``, which has no types."""
     return intrinsic(function)
 
 

@@ -24,11 +24,11 @@ import numpy.typing as npt
 from numba import types
 from numba.core import cgutils
 from numba.core.ccallback import CFunc
-from numba.extending import intrinsic
 
 from vllm_tokentiming.compilation import callback, source_digest
+from vllm_tokentiming.compilation import compiled as _kernel
 from vllm_tokentiming.engine import int8_dot
-from vllm_tokentiming.engine.int8_dot import AVX2, CHANNELS, INSTRUCTIONS, OFFSET, dot_of
+from vllm_tokentiming.engine.int8_dot import AVX2, CHANNELS, INSTRUCTIONS, OFFSET, dot_of, typed_intrinsic
 from vllm_tokentiming.engine.openmp import BARRIER, THREAD, THREADS, runtime
 
 _CORRECTION: Final = 4
@@ -94,22 +94,13 @@ _threads = types.ExternalFunction(THREADS, types.int32())
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def _kernel(function: Function) -> Function:
-    kernel: Function = numba.njit(function)
-    return kernel
-
-
 def _kernel_in_any_order(function: Function) -> Function:
     """For sums: a processor adds several numbers at once only where it may choose the order."""
     kernel: Function = numba.njit(fastmath={"reassoc", "contract"})(function)
     return kernel
 
 
-def _intrinsic(function: Callable[..., Any]) -> Any:
-    return intrinsic(function)
-
-
-@_intrinsic
+@typed_intrinsic
 def _pointer(_typing_context: Any, address: Any) -> Any:
     """An address, int64, as a pointer."""
 

@@ -44,10 +44,9 @@ def make_draft_vllm_config(target: VllmConfig, options: TokenTimingConfig) -> Vl
         UnsupportedModelError: it can, but the model does not generate text.
     """
     model_config = draft_model_config(target.model_config, options)
-    in_steps_alone = _takes_int8_steps(model_config)
-    if not in_steps_alone and (folder := _int8_folder(target, model_config, options)) is not None:
+    if not _takes_int8_steps(model_config) and (folder := _int8_folder(target, model_config, options)) is not None:
         model_config = draft_model_config(target.model_config, options, int8_weights=folder)
-    if options.draft_enforce_eager is None and _steps_by_hand(target, model_config):
+    if options.draft_enforce_eager is None and _steps_by_hand(model_config):
         # Only long prompts go through vLLM's layers then, where compiling gains nothing and takes a minute.
         model_config.enforce_eager = True
     compilation_config = replace(target.compilation_config)
@@ -145,15 +144,14 @@ def int8_weights_of_steps(target: VllmConfig, draft: ModelConfig, options: Token
 
 
 def _takes_int8_steps(draft: ModelConfig) -> bool:
-    if not current_platform.is_cpu():
+    if not _steps_by_hand(draft):
         return False
-    # What they import of vLLM is for CPUs.
-    from vllm_tokentiming.engine.vllm_decode_step import is_expected
+    # What it imports of vLLM is for CPUs.
     from vllm_tokentiming.engine.vllm_int8_layers import why_unfit_place
 
     # With AMX vLLM packs bfloat16 drafts' int8 weights such that our kernels can read them.
     dtypes = {torch.float32} if torch.cpu.get_capabilities().get("amx_tile") else {torch.float32, torch.bfloat16}
-    return draft.dtype in dtypes and is_expected(draft.architectures) and why_unfit_place() is None
+    return draft.dtype in dtypes and why_unfit_place() is None
 
 
 def _int8_folder(target: VllmConfig, model_config: ModelConfig, options: TokenTimingConfig) -> Path | None:
@@ -199,13 +197,13 @@ def _local_folder(options: TokenTimingConfig, load: LoadConfig) -> Path:
         ) from error
 
 
-def _steps_by_hand(target: VllmConfig, model_config: ModelConfig) -> bool:
-    if target.device_config.device_type != "cpu":
+def _steps_by_hand(draft: ModelConfig) -> bool:
+    if not current_platform.is_cpu():
         return False
     # What it imports of vLLM is for CPUs.
     from vllm_tokentiming.engine.vllm_decode_step import is_expected
 
-    return is_expected(model_config.architectures)
+    return is_expected(draft.architectures)
 
 
 def _first_line(error: Exception) -> str:

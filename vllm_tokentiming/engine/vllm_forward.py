@@ -142,7 +142,7 @@ class DraftForward:
         self._to_device(tokens=tokens, rows=rows)
         query_start = self._query_start.gpu[: rows + 1]
         if self.hand_step is not None and self.hand_step.takes_every_pass:
-            return self._prefill_by_hand(self.hand_step, first=first, ends=ends, lengths=lengths)
+            return self._prefill_by_hand(self.hand_step, starts=first, stops=first + lengths, ends=ends)
         if self.hand_step is not None and tokens <= _SHORT_PASS:
             hidden = self._run_by_hand(self.hand_step, tokens=tokens, rows=rows, query_start=query_start)
             return self.hand_step.logits(hidden[(query_start[1:] - 1).long()])
@@ -160,20 +160,27 @@ class DraftForward:
         self,
         step: LlamaDecodeStep,
         *,
-        first: npt.NDArray[np.int64],
+        starts: npt.NDArray[np.int64],
+        stops: npt.NDArray[np.int64],
         ends: npt.NDArray[np.int64],
-        lengths: npt.NDArray[np.int64],
     ) -> torch.Tensor:
         """The tokens of the input buffers in several passes; on CPU, where host and device are one.
 
         Attention sums up in an order that depends on how many tokens of a row a pass has. So rows are cut where their
         positions say, whoever else is there.
+
+        Args:
+            step: takes the passes.
+            starts: [rows], positions of the first tokens.
+            stops: [rows], positions after the last ones.
+            ends: [rows], where in the buffers these are.
         """
-        begins, last = ends - lengths, [torch.empty(0)] * len(ends)
-        for windows in _passes(first.tolist(), (first + lengths).tolist()):
+        last, to_buffer = [torch.empty(0)] * len(ends), ends - stops
+        for windows in _passes(starts.tolist(), stops.tolist()):
             rows = [window.row for window in windows]
-            at = np.concatenate([np.arange(w.begin, w.end) + begins[w.row] - first[w.row] for w in windows])
-            tokens = torch.from_numpy(at)
+            tokens = torch.from_numpy(
+                np.concatenate([np.arange(window.begin, window.end) + to_buffer[window.row] for window in windows])
+            )
             edges = np.cumsum([0, *(window.end - window.begin for window in windows)])
             hidden = step(
                 self._input_ids.gpu[tokens],
@@ -184,7 +191,7 @@ class DraftForward:
                 query_start=torch.from_numpy(edges.astype(np.int32)),
             )
             for window, end in zip(windows, edges[1:].tolist(), strict=True):
-                if window.end == first[window.row] + lengths[window.row]:
+                if window.end == stops[window.row]:
                     last[window.row] = hidden[end - 1].clone()
         return step.logits(torch.stack(last))
 
