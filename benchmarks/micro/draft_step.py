@@ -32,7 +32,7 @@ from benchmarks.provenance import provenance
 from scripts.cpu_env import one_process_environment
 
 if TYPE_CHECKING:
-    from vllm_tokentiming.engine.vllm_decode_step import LlamaDecodeStep
+    from vllm_tokentiming.engine.vllm_forward import HandStep
 
 STEPS = 8
 _PASSED_ON = ("draft", "dtype", "context", "batch", "rounds", "patience")
@@ -95,18 +95,18 @@ def load(folder: Path, *, dtype: str, int8: bool, compiled: bool, max_num_seqs: 
         return VllmDraftEngine(config, options)
 
 
-def hand_steps(engine: Any) -> dict[str, LlamaDecodeStep]:
+def hand_steps(engine: Any) -> dict[str, HandStep]:
     """The hand-written steps of a draft: the one that it takes, and the one on vLLM's kernels alone."""
     from vllm_tokentiming.engine.vllm_decode_step import LlamaDecodeStep
 
     chosen = engine._forward.hand_step
     if chosen is None:
         sys.exit("this draft has no hand-written step here; VLLM_LOGGING_LEVEL=INFO says why")
-    steps = {"hand": LlamaDecodeStep(engine._model, cache=engine._cache)}
+    steps: dict[str, HandStep] = {"hand": LlamaDecodeStep(engine._model, cache=engine._cache)}
     return {**steps, "own kernels": chosen} if chosen.has_int8_layers else steps
 
 
-def stepper(engine: Any, *, hand_step: LlamaDecodeStep | None, context: int, batch: int) -> Callable[[], list[float]]:
+def stepper(engine: Any, *, hand_step: HandStep | None, context: int, batch: int) -> Callable[[], list[float]]:
     """A function that takes some steps from the same context and returns their milliseconds."""
     forward = engine._forward
     generator = torch.Generator().manual_seed(0)

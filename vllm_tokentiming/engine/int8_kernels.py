@@ -16,20 +16,35 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numba
 import numpy as np
 import numpy.typing as npt
 from numba import types
-from numba.core import cgutils
 from numba.core.ccallback import CFunc
 
 from vllm_tokentiming.compilation import callback, source_digest
-from vllm_tokentiming.compilation import compiled as _kernel
-from vllm_tokentiming.engine import int8_dot
-from vllm_tokentiming.engine.int8_dot import AVX2, CHANNELS, INSTRUCTIONS, OFFSET, dot_of, typed_intrinsic
-from vllm_tokentiming.engine.openmp import BARRIER, THREAD, THREADS, runtime
+from vllm_tokentiming.engine import attention_kernels as attention
+from vllm_tokentiming.engine import attention_tile, int8_dot, region_kernels
+from vllm_tokentiming.engine.int8_dot import AVX2, CHANNELS, INSTRUCTIONS, OFFSET, dot_of
+from vllm_tokentiming.engine.openmp import runtime
+from vllm_tokentiming.engine.region_kernels import (
+    barrier,
+    exponential,
+    floats,
+    halves,
+    integers,
+    kernel,
+    kernel_in_any_order,
+    narrow,
+    number_of_threads,
+    pointer,
+    share,
+    thread_number,
+    widen,
+    words,
+)
 
 _CORRECTION: Final = 4
 """Bytes that packing adds to the weights of an output channel."""
@@ -86,94 +101,40 @@ def describe(numbers: Mapping[int, int], products: Mapping[int, Product]) -> npt
     return description
 
 
-_barrier = types.ExternalFunction(BARRIER, types.void())
-_thread = types.ExternalFunction(THREAD, types.int32())
-_threads = types.ExternalFunction(THREADS, types.int32())
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def _kernel_in_any_order(function: Function) -> Function:
-    """For sums: a processor adds several numbers at once only where it may choose the order."""
-    kernel: Function = numba.njit(fastmath={"reassoc", "contract"})(function)
-    return kernel
-
-
-@typed_intrinsic
-def _pointer(_typing_context: Any, address: Any) -> Any:
-    """An address, int64, as a pointer."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
-
-    return types.voidptr(address), generate
-
-
 _dot_one, _dot_two, _dot_four = (dot_of(rows, instructions=INSTRUCTIONS or AVX2) for rows in (1, 2, 4))
 
 
-@_kernel
-def _floats(address: int, number: int) -> Any:
-    return numba.carray(_pointer(address), (number,), np.float32)
-
-
-@_kernel
-def _words(address: int, number: int) -> Any:
-    return numba.carray(_pointer(address), (number,), np.uint32)
-
-
-@_kernel
-def _halves(address: int, number: int) -> Any:
-    return numba.carray(_pointer(address), (number,), np.uint16)
-
-
-@_kernel
-def _widen(halves: Any, words: Any) -> None:
-    """Read bfloat16: the upper half of a float32."""
-    for i in range(len(halves)):
-        words[i] = np.uint32(halves[i]) << np.uint32(16)
-
-
-@_kernel
-def _narrow(words: Any, halves: Any) -> None:
-    """Round float32 to bfloat16, ties to even."""
-    for i in range(len(halves)):
-        word = words[i]
-        halves[i] = (word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-
-
-@_kernel
+@kernel
 def _read(region: Any, address: int, first: int, row: Any) -> None:
     """Numbers of the model's dtype from this address, starting with number ``first``."""
     if region[IS_FLOAT32] != 0:
-        row[:] = _floats(address + 4 * first, len(row))
+        row[:] = floats(address + 4 * first, len(row))
     else:
-        _widen(_halves(address + 2 * first, len(row)), row.view(np.uint32))
+        widen(halves(address + 2 * first, len(row)), row.view(np.uint32))
 
 
-@_kernel
+@kernel
 def _write(region: Any, row: Any, address: int, first: int) -> None:
     if region[IS_FLOAT32] != 0:
-        floats = _floats(address + 4 * first, len(row))
-        floats[:] = row
+        written = floats(address + 4 * first, len(row))
+        written[:] = row
     else:
-        _narrow(row.view(np.uint32), _halves(address + 2 * first, len(row)))
+        narrow(row.view(np.uint32), halves(address + 2 * first, len(row)))
 
 
-@_kernel
-def _largest(words: Any) -> Any:
+@kernel
+def _largest(bits: Any) -> Any:
     """The largest magnitude's bits: those of floats order as integers do."""
     largest = np.uint32(0)
-    for i in range(len(words)):
-        largest = max(largest, words[i] & np.uint32(0x7FFFFFFF))
+    for i in range(len(bits)):
+        largest = max(largest, bits[i] & np.uint32(0x7FFFFFFF))
     return largest
 
 
-@_kernel
-def _round(row: Any, words: Any, rounded: Any, scales: Any, at: int) -> None:
+@kernel
+def _round(row: Any, bits: Any, rounded: Any, scales: Any, at: int) -> None:
     """Round a row of float32 to int8, moved up as the instructions need it, and keep its scale."""
-    scales.view(np.uint32)[at] = _largest(words)
+    scales.view(np.uint32)[at] = _largest(bits)
     largest = scales[at]
     scales[at] = largest / np.float32(127.0)
     factor = np.float32(127.0) / largest if largest > 0 else np.float32(0.0)
@@ -181,7 +142,7 @@ def _round(row: Any, words: Any, rounded: Any, scales: Any, at: int) -> None:
         rounded[i] = np.uint8(np.int32(np.rint(row[i] * factor)) + np.int32(OFFSET))
 
 
-@_kernel_in_any_order
+@kernel_in_any_order
 def _mean_square(row: Any) -> Any:
     total = np.float32(0.0)
     for i in range(len(row)):
@@ -189,25 +150,14 @@ def _mean_square(row: Any) -> Any:
     return total / np.float32(len(row))
 
 
-@_kernel
+@kernel
 def _sigmoid_product(gates: Any, ups: Any, result: Any) -> None:
-    """SiLU(gate) · up; the exponential as a polynomial (Cephes ``expf``), which vectorises."""
+    """SiLU(gate) · up."""
     for i in range(len(gates)):
-        x = min(max(-gates[i], np.float32(-87.0)), np.float32(87.0))
-        power = np.rint(x * np.float32(1.44269504))
-        rest = x - power * np.float32(0.693359375) + power * np.float32(2.12194440e-4)
-        value = np.float32(1.9875691500e-4)
-        value = value * rest + np.float32(1.3981999507e-3)
-        value = value * rest + np.float32(8.3334519073e-3)
-        value = value * rest + np.float32(4.1665795894e-2)
-        value = value * rest + np.float32(1.6666665459e-1)
-        value = value * rest + np.float32(5.0000001201e-1)
-        value = value * rest * rest + rest + np.float32(1.0)
-        scale = np.int32((np.int32(power) + np.int32(127)) << np.int32(23)).view(np.float32)
-        result[i] = gates[i] * ups[i] / (np.float32(1.0) + value * scale)
+        result[i] = gates[i] * ups[i] / (np.float32(1.0) + exponential(-gates[i]))
 
 
-@_kernel
+@kernel
 def _sum_up(weights: int, rows: int, depth: int, scratch: Any) -> None:
     """A block's weights times the rounded rows."""
     _, rounded, _, sums = scratch
@@ -224,49 +174,44 @@ def _sum_up(weights: int, rows: int, depth: int, scratch: Any) -> None:
             _dot_one(weights, inputs, sums_of_row, depth // 4)
             row += 1
     if OFFSET:
-        corrections = numba.carray(_pointer(weights + CHANNELS * depth), (CHANNELS,), np.int32)
+        corrections = numba.carray(pointer(weights + CHANNELS * depth), (CHANNELS,), np.int32)
         for r in range(rows):
             for i in range(CHANNELS):
                 sums[CHANNELS * r + i] -= corrections[i]
 
 
-@_kernel
+@kernel
 def _block(product: Any, block: int, rows: int, scratch: Any, result: Any) -> None:
     """32 output channels of a product: float32 [rows · 32]."""
     _, _, row_scales, sums = scratch
     depth = product[_CHANNELS_IN]
     weights = product[_WEIGHT] + block * CHANNELS * (depth + _CORRECTION)
     _sum_up(weights, rows, depth, scratch)
-    scales = _floats(product[_SCALE] + 4 * CHANNELS * block, CHANNELS)
+    scales = floats(product[_SCALE] + 4 * CHANNELS * block, CHANNELS)
     for r in range(rows):
         of_row = result[CHANNELS * r : CHANNELS * (r + 1)]
         for i in range(CHANNELS):
             of_row[i] = np.float32(sums[CHANNELS * r + i]) * (row_scales[r] * scales[i])
         if product[_BIAS] != 0:
-            biases = _floats(product[_BIAS] + 4 * CHANNELS * block, CHANNELS)
+            biases = floats(product[_BIAS] + 4 * CHANNELS * block, CHANNELS)
             for i in range(CHANNELS):
                 of_row[i] += biases[i]
 
 
-@_kernel
-def _share(number: int, thread: int, threads: int) -> tuple[int, int]:
-    return number * thread // threads, number * (thread + 1) // threads
-
-
-@_kernel
+@kernel
 def _normed(region: Any, source: int, target: int, norm: int, scratch: Any) -> None:
     """Add the summand to the residual, normalise (RMS) and round: every thread all rows, but writes its share."""
     row, rounded, scales, _ = scratch
-    width, epsilon = region[WIDTH], _floats(region[EPSILON], 1)[0]
-    weights = _floats(norm, width)
-    first, last = _share(width, _thread(), _threads())
-    words = row.view(np.uint32)[:width]
+    width, epsilon = region[WIDTH], floats(region[EPSILON], 1)[0]
+    weights = floats(norm, width)
+    first, last = share(width, thread_number(), number_of_threads())
+    bits = row.view(np.uint32)[:width]
     for r in range(region[ROWS]):
-        residual = _floats(source + 4 * width * r, width)
-        summand = _floats(region[SUMMAND] + 4 * width * r, width)
+        residual = floats(source + 4 * width * r, width)
+        summand = floats(region[SUMMAND] + 4 * width * r, width)
         for i in range(width):
             row[i] = residual[i] + summand[i]
-        kept = _floats(target + 4 * width * r, width)
+        kept = floats(target + 4 * width * r, width)
         for i in range(first, last):
             kept[i] = row[i]
         factor = np.float32(1.0) / np.float32(math.sqrt(_mean_square(row[:width]) + epsilon))
@@ -274,16 +219,16 @@ def _normed(region: Any, source: int, target: int, norm: int, scratch: Any) -> N
             row[i] = row[i] * factor * weights[i]
         if region[NORMED] != 0:
             _write(region, row[first:last], region[NORMED], width * r + first)
-        _round(row[:width], words, rounded[width * r :], scales, r)
+        _round(row[:width], bits, rounded[width * r :], scales, r)
 
 
-@_kernel
+@kernel
 def _into_qkv(region: Any, source: int, target: int, scratch: Any) -> None:
     """The next layer's queries, keys and values; after the last layer, the normalised hidden state."""
     _normed(region, source, target, region[NEXT_NORM], scratch)
     product, rows = region[QKV:], region[ROWS]
     channels = product[_CHANNELS_OUT]
-    first, last = _share(channels // CHANNELS, _thread(), _threads())
+    first, last = share(channels // CHANNELS, thread_number(), number_of_threads())
     result = np.empty(CHANNELS * rows, np.float32)
     for block in range(first, last):
         _block(product, block, rows, scratch, result)
@@ -292,45 +237,45 @@ def _into_qkv(region: Any, source: int, target: int, scratch: Any) -> None:
             _write(region, of_row, product[_RESULT], channels * r + CHANNELS * block)
 
 
-@_kernel
+@kernel
 def _into_summand(region: Any, product: Any, scratch: Any) -> None:
     channels, rows = product[_CHANNELS_OUT], region[ROWS]
-    first, last = _share(channels // CHANNELS, _thread(), _threads())
+    first, last = share(channels // CHANNELS, thread_number(), number_of_threads())
     result = np.empty(CHANNELS * rows, np.float32)
     for block in range(first, last):
         _block(product, block, rows, scratch, result)
         for r in range(rows):
-            floats = _floats(product[_RESULT] + 4 * (channels * r + CHANNELS * block), CHANNELS)
-            floats[:] = result[CHANNELS * r : CHANNELS * (r + 1)]
+            of_row = floats(product[_RESULT] + 4 * (channels * r + CHANNELS * block), CHANNELS)
+            of_row[:] = result[CHANNELS * r : CHANNELS * (r + 1)]
 
 
-@_kernel
+@kernel
 def _into_activated(region: Any, scratch: Any) -> None:
     product, rows = region[GATE_UP:], region[ROWS]
     channels = product[_CHANNELS_OUT] // 2
     blocks = channels // CHANNELS
-    first, last = _share(blocks, _thread(), _threads())
+    first, last = share(blocks, thread_number(), number_of_threads())
     gates, ups = np.empty(CHANNELS * rows, np.float32), np.empty(CHANNELS * rows, np.float32)
     for block in range(first, last):
         _block(product, block, rows, scratch, gates)
         _block(product, blocks + block, rows, scratch, ups)
         for r in range(rows):
             begin, end = CHANNELS * r, CHANNELS * (r + 1)
-            floats = _floats(product[_RESULT] + 4 * (channels * r + CHANNELS * block), CHANNELS)
-            _sigmoid_product(gates[begin:end], ups[begin:end], floats)
+            of_row = floats(product[_RESULT] + 4 * (channels * r + CHANNELS * block), CHANNELS)
+            _sigmoid_product(gates[begin:end], ups[begin:end], of_row)
 
 
-@_kernel
+@kernel
 def _round_input(region: Any, scratch: Any) -> None:
     row, rounded, scales, _ = scratch
     depth = region[OUTPUT + _CHANNELS_IN]
-    words = row.view(np.uint32)[:depth]
+    bits = row.view(np.uint32)[:depth]
     for r in range(region[ROWS]):
         _read(region, region[INPUT], depth * r, row[:depth])
-        _round(row[:depth], words, rounded[depth * r :], scales, r)
+        _round(row[:depth], bits, rounded[depth * r :], scales, r)
 
 
-@_kernel
+@kernel
 def _scratch(region: Any) -> Any:
     """A thread's own: a row, float32; all rows, rounded; their scales; what the instruction sums up."""
     widest = max(region[WIDTH], region[OUTPUT + _CHANNELS_IN], region[DOWN + _CHANNELS_IN])
@@ -343,8 +288,26 @@ def _scratch(region: Any) -> Any:
     )
 
 
+@kernel
+def _between_attentions(region: Any, scratch: Any) -> None:
+    _, rounded, scales, _ = scratch
+    _round_input(region, scratch)
+    _into_summand(region, region[OUTPUT:], scratch)
+    barrier()
+    _normed(region, region[OTHER_RESIDUAL], region[RESIDUAL], region[NORM], scratch)
+    _into_activated(region, scratch)
+    barrier()
+    depth = region[DOWN + _CHANNELS_IN]
+    for r in range(region[ROWS]):
+        address = region[GATE_UP + _RESULT] + 4 * depth * r
+        _round(floats(address, depth), words(address, depth), rounded[depth * r :], scales, r)
+    _into_summand(region, region[DOWN:], scratch)
+    barrier()
+    _into_qkv(region, region[RESIDUAL], region[OTHER_RESIDUAL], scratch)
+
+
 def _regions(digest_of_callees: int) -> tuple[Callable[[Any], None], ...]:
-    """The three regions; with the digest in their closures numba's cache notices changes of what they call."""
+    """The regions; with the digest in their closures numba's cache notices changes of what they call."""
 
     def before_layers(description: Any) -> None:
         """Normalise the embeddings, at ``RESIDUAL``, and project them to the first layer's queries, keys and values."""
@@ -356,21 +319,7 @@ def _regions(digest_of_callees: int) -> tuple[Callable[[Any], None], ...]:
         """From what a layer attended to, at ``INPUT``, to the next layer's queries, keys and values."""
         _ = digest_of_callees
         region = numba.carray(description, (_FIELDS,), np.int64)
-        scratch = _scratch(region)
-        _, rounded, scales, _ = scratch
-        _round_input(region, scratch)
-        _into_summand(region, region[OUTPUT:], scratch)
-        _barrier()
-        _normed(region, region[OTHER_RESIDUAL], region[RESIDUAL], region[NORM], scratch)
-        _into_activated(region, scratch)
-        _barrier()
-        depth = region[DOWN + _CHANNELS_IN]
-        for r in range(region[ROWS]):
-            address = region[GATE_UP + _RESULT] + 4 * depth * r
-            _round(_floats(address, depth), _words(address, depth), rounded[depth * r :], scales, r)
-        _into_summand(region, region[DOWN:], scratch)
-        _barrier()
-        _into_qkv(region, region[RESIDUAL], region[OTHER_RESIDUAL], scratch)
+        _between_attentions(region, _scratch(region))
 
     def project(description: Any) -> None:
         """The product ``OUTPUT`` of the hidden states at ``INPUT``, as float32: the model's head."""
@@ -380,12 +329,29 @@ def _regions(digest_of_callees: int) -> tuple[Callable[[Any], None], ...]:
         _round_input(region, scratch)
         _into_summand(region, region[OUTPUT:], scratch)
 
-    return before_layers, after_attention, project
+    def all_layers(description: Any) -> None:
+        """A whole pass, from the embeddings to the hidden states; described in ``attention_kernels``."""
+        _ = digest_of_callees
+        call = numba.carray(description, (attention.FIELDS,), np.int64)
+        layers = integers(call[attention.LAYERS], 2 * call[attention.NUM_LAYERS])
+        scratch = _scratch(integers(layers[1], _FIELDS))
+        before = integers(call[attention.BEFORE_LAYERS], _FIELDS)
+        _into_qkv(before, before[RESIDUAL], before[OTHER_RESIDUAL], scratch)
+        for layer in range(call[attention.NUM_LAYERS]):
+            barrier()
+            attention.rotate_and_store(call, layers[2 * layer])
+            barrier()
+            attention.attend(call, layers[2 * layer])
+            barrier()
+            _between_attentions(integers(layers[2 * layer + 1], _FIELDS), scratch)
+
+    return before_layers, after_attention, project, all_layers
 
 
 @functools.cache
 def compiled() -> tuple[CFunc, ...]:
-    """``before_layers``, ``after_attention`` and ``project`` as machine code; their ``address`` is what counts."""
+    """``before_layers``, ``after_attention``, ``project``, ``all_layers``: machine code, called by its ``address``."""
     runtime()  # makes its functions known to the compiler
     signature = types.void(types.voidptr)
-    return tuple(callback(region, signature) for region in _regions(source_digest(int8_dot.__file__)))
+    digest = source_digest(int8_dot.__file__, region_kernels.__file__, attention_tile.__file__, attention.__file__)
+    return tuple(callback(region, signature) for region in _regions(digest))

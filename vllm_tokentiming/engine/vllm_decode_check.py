@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_tokentiming.engine import vllm_int8_layers as int8_layers
+from vllm_tokentiming.engine import vllm_int8_step
 from vllm_tokentiming.engine.vllm_decode_step import LlamaDecodeStep, why_unfit
 from vllm_tokentiming.engine.vllm_kv_cache import DraftKVCache
 
 if TYPE_CHECKING:
-    from vllm_tokentiming.engine.vllm_forward import DraftForward
+    from vllm_tokentiming.engine.vllm_forward import DraftForward, HandStep
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ _QUANTIZED = _Limits(kv_error=0.06, correlation=0.9)
 
 def agreed_step(
     model: Any, *, cache: DraftKVCache, forward: DraftForward, int8_weights: Path | None = None
-) -> LlamaDecodeStep | None:
+) -> HandStep | None:
     """The hand-written step, where this draft has one and it agrees with vLLM's; else None, and the log says why.
 
     Args:
@@ -63,29 +64,33 @@ def agreed_step(
                 logger.info("the draft takes %s on int8 kernels of its own", passes)
                 return step
         logger.info("the draft takes its decode steps without int8 kernels of its own: %s", int8_reason)
-        step = LlamaDecodeStep(model, cache=cache)
-        reason = disagreement(forward, step, cache)
+        on_vllms_kernels = LlamaDecodeStep(model, cache=cache)
+        reason = disagreement(forward, on_vllms_kernels, cache)
         if reason is None:
             logger.info("the draft takes its decode steps on vLLM's kernels directly")
-            return step
+            return on_vllms_kernels
     logger.info("the draft takes its decode steps through vLLM's layers: %s", reason)
     return None
 
 
-def _int8_step(model: Any, cache: DraftKVCache, int8_weights: Path | None) -> tuple[LlamaDecodeStep | None, str | None]:
-    """A step on int8 kernels, or why there is none."""
-    reason = int8_layers.why_unfit(model.model, is_packed=int8_weights is None)
+def _int8_step(model: Any, cache: DraftKVCache, int8_weights: Path | None) -> tuple[HandStep | None, str | None]:
+    """A step on int8 kernels, or why there is none.
+
+    Raises:
+        ValueError: the weights' shapes do not fit.
+    """
+    if int8_weights is not None:
+        reason = vllm_int8_step.why_unfit(model, cache)
+        step = None if reason else vllm_int8_step.Int8Step(model, cache=cache, folder=int8_weights)
+        return step, reason
+    reason = int8_layers.why_unfit(model.model)
     if reason is not None:
         return None, reason
-    if int8_weights is None:
-        layers = int8_layers.of_packed_model(model.model)
-    else:
-        layers = int8_layers.of_checkpoint(model, int8_weights)
-    return LlamaDecodeStep(model, cache=cache, int8_layers=layers), None
+    return LlamaDecodeStep(model, cache=cache, int8_layers=int8_layers.of_packed_model(model.model)), None
 
 
 @torch.inference_mode()
-def disagreement(forward: DraftForward, step: LlamaDecodeStep, cache: DraftKVCache) -> str | None:
+def disagreement(forward: DraftForward, step: HandStep, cache: DraftKVCache) -> str | None:
     """Take the same steps both ways from a cache that nobody uses yet; None where they agree.
 
     Returns:
@@ -96,14 +101,14 @@ def disagreement(forward: DraftForward, step: LlamaDecodeStep, cache: DraftKVCac
     used = [1 + row for row in range(rows)]
     ids = [[(7 * i + row) % step.vocab_size for i in range(length)] for row, length in enumerate(lengths)]
 
-    def run(by_hand: LlamaDecodeStep | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def run(by_hand: HandStep | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
         cache.clear(used)
         forward.hand_step = by_hand
         forward.prefill(ids=ids, starts=[0] * rows, block_ids=block_ids)
         forward.begin_decode(lengths=lengths, block_ids=block_ids)
         tokens = [torch.arange(rows) + 5 * turn for turn in range(_STEPS)]
         logits = torch.cat([forward.decode_step(ids % step.vocab_size) for ids in tokens])
-        return logits.double(), [kv[used].double() for kv in step.first_caches(2)]
+        return logits.double(), [kv[used].double() for kv in cache.tensors[:2]]
 
     try:
         logits, caches = run(None)

@@ -10,7 +10,6 @@ version that they were read in, and only after ``vllm_decode_check`` has compare
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -27,7 +26,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from vllm_tokentiming.engine.vllm_cpu_gemm import Gemm, bind_gemm
-from vllm_tokentiming.engine.vllm_int8_layers import Int8Layers
+from vllm_tokentiming.engine.vllm_int8_layers import MAX_ROWS, Int8Layers
 from vllm_tokentiming.engine.vllm_kv_cache import DraftKVCache
 
 _VERSION = "0.32."
@@ -124,9 +123,6 @@ class LlamaDecodeStep:
     def __init__(self, model: Any, *, cache: DraftKVCache, int8_layers: Int8Layers | None = None) -> None:
         body = model.model
         self._int8_layers = int8_layers
-        self._max_rows = 0
-        if int8_layers is not None:
-            self._max_rows = sys.maxsize if int8_layers.max_rows is None else int8_layers.max_rows
         self._model = model
         self._embedding = body.embed_tokens.weight.data
         attention = body.layers[0].self_attn
@@ -139,8 +135,6 @@ class LlamaDecodeStep:
         self._block_size = cache.block_size
         self._attention = attention.attn.impl
         self._builder = cache.attention_groups[0].get_metadata_builder()
-        # Where it is split depends on the other rows, and int8 inputs amplify what the order of sums changes.
-        self._split_kv = envs.VLLM_CPU_ATTN_SPLIT_KV and not self.takes_every_pass
         self._layers = self._bind(body)
         self._no_regions = [0] * len(self._layers)
         self._buffers: dict[int, _Buffers] = {}
@@ -168,12 +162,8 @@ class LlamaDecodeStep:
 
     @property
     def takes_every_pass(self) -> bool:
-        """Whether its weights are others than the model's, which must then compute none of a request's tokens."""
-        return self._int8_layers is not None and self._int8_layers.max_rows is None
-
-    def first_caches(self, number: int) -> list[torch.Tensor]:
-        """The KV tensors of the first layers, [blocks, heads, block_size, content]."""
-        return [layer.self_attn.attn.kv_cache for layer in self._model.model.layers[:number]]
+        """No: its weights are the model's, on whose layers longer passes are faster."""
+        return False
 
     def _bind(self, body: Any) -> list[_Layer]:
         norms = [*(layer.input_layernorm.weight.data for layer in body.layers[1:]), body.norm.weight.data]
@@ -234,7 +224,7 @@ class LlamaDecodeStep:
         isa, kv_dtype, window = builder.isa, impl.kv_cache_dtype, impl.sliding_window
         residual, hidden = b.residual, b.hidden
         starts = b.query_start if query_start is None else query_start
-        fused = self._int8_layers if len(ids) <= self._max_rows else None
+        fused = self._int8_layers if len(ids) <= MAX_ROWS else None
         regions: Sequence[int] = self._no_regions
         if fused is None:
             torch.index_select(self._embedding, 0, ids, out=residual)
@@ -244,7 +234,7 @@ class LlamaDecodeStep:
         ops.compute_slot_mapping_kernel_impl.default(starts, positions, block_table, slots, self._block_size)
         plan = ops.get_scheduler_metadata.default(
             len(seq_lens), builder.num_heads, builder.num_kv_heads, builder.head_dim, seq_lens, builder.dtype, starts,
-            True, builder.window_size, isa, self._split_kv, None, kv_dtype,
+            True, builder.window_size, isa, envs.VLLM_CPU_ATTN_SPLIT_KV, None, kv_dtype,
         )  # fmt: skip
         for layer, region in zip(self._layers, regions, strict=True):
             if fused is None and (qkv := layer.qkv(hidden, b.qkv)) is not b.qkv:
@@ -271,10 +261,7 @@ class LlamaDecodeStep:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, vocabulary] of hidden states after a step, [rows, H]."""
-        own = None
-        if self._int8_layers is not None and len(hidden) <= self._max_rows:
-            own = self._int8_layers.logits(hidden)
-        logits: torch.Tensor = self._model.compute_logits(hidden) if own is None else own
+        logits: torch.Tensor = self._model.compute_logits(hidden)
         return logits
 
     def _make_buffers(self, rows: int) -> _Buffers:
@@ -304,7 +291,7 @@ class LlamaDecodeStep:
             activated=new(self._mlp_size),
             query_start=torch.arange(rows + 1, dtype=torch.int32),
         )
-        if self._int8_layers is not None and rows <= self._max_rows:
+        if self._int8_layers is not None and rows <= MAX_ROWS:
             self._int8_layers.prepare(qkv=made.qkv, attended=made.attended, normed=made.hidden)
         self._buffers[rows] = made
         return made

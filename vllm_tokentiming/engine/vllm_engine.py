@@ -198,8 +198,6 @@ class VllmDraftEngine:
         part: list[tuple[_Row, list[int]]] = []
         for row in sorted(rows, key=lambda row: len(row.todo)):
             take = min(len(row.todo), budget)
-            if take < len(row.todo):
-                take = self._forward.whole_windows(len(row.sequence.ids), take)
             if take <= 0 or len(part) >= self._forward.max_requests:
                 break
             budget -= take

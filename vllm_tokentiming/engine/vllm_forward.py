@@ -7,10 +7,8 @@ updates positions, lengths and slots on the device, so nothing is synchronised b
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,40 +20,57 @@ from vllm.v1.utils import CpuGpuBuffer
 
 from vllm_tokentiming.engine.vllm_kv_cache import DraftKVCache
 
-if TYPE_CHECKING:
-    from vllm_tokentiming.engine.vllm_decode_step import LlamaDecodeStep
-
 _SHORT_PASS = 32
 """Tokens up to which the dispatch of vLLM's layers, and not their arithmetic, is what a pass waits for. A pass by hand
 has no more."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """Positions of a row that one pass takes."""
+class HandStep(Protocol):
+    """A pass of few tokens, or any, without the dispatch of vLLM's layers."""
 
-    row: int
-    begin: int
-    end: int
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that it takes."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model and its KV."""
 
-def _passes(begins: Sequence[int], ends: Sequence[int]) -> Iterator[list[_Window]]:
-    """Cut rows at multiples of :data:`_SHORT_PASS`; a pass has one window of a row at most, and no more tokens."""
-    left = [
-        deque(
-            _Window(row, max(begin, at), min(end, at + _SHORT_PASS))
-            for at in range(begin - begin % _SHORT_PASS, end, _SHORT_PASS)
-        )
-        for row, (begin, end) in enumerate(zip(begins, ends, strict=True))
-    ]
-    while any(left):
-        taken: list[_Window] = []
-        room = _SHORT_PASS
-        for windows in left:
-            if windows and windows[0].end - windows[0].begin <= room:
-                taken.append(windows.popleft())
-                room -= taken[-1].end - taken[-1].begin
-        yield taken
+    @property
+    def is_quantized(self) -> bool:
+        """Whether inputs are rounded to few bits."""
+
+    @property
+    def has_int8_layers(self) -> bool:
+        """Whether it runs on int8 kernels of our own."""
+
+    @property
+    def takes_every_pass(self) -> bool:
+        """Whether its weights are others than the model's, which must then compute none of a request's tokens."""
+
+    def __call__(
+        self,
+        ids: torch.Tensor,
+        *,
+        positions: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        slots: torch.Tensor,
+        query_start: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write the KV of ``ids`` and return the hidden states after them, [N, H]: a buffer that the next call reuses.
+
+        Args:
+            ids: int32 or int64 [N], row after row.
+            positions: int64 [N], of these tokens.
+            seq_lens: int32 [B], these tokens included.
+            block_table: int32 [B, width].
+            slots: int64 [N], room for where the KV goes.
+            query_start: int32 [B + 1], where each row's tokens begin; None: a row has one, so N = B.
+        """
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, vocabulary] of hidden states after a pass, [rows, H]."""
 
 
 def _buffer(*shape: int, dtype: torch.dtype, device: torch.device) -> CpuGpuBuffer:
@@ -92,7 +107,7 @@ class DraftForward:
         self._device = device
         self.max_tokens = max_tokens
         self.max_requests = max_requests
-        self.hand_step: LlamaDecodeStep | None = None
+        self.hand_step: HandStep | None = None
         # One block more than the longest context: the slots of tokens past it are computed, though never used.
         self._width = -(-config.model_config.max_model_len // cache.block_size) + 1
         self._layer_names = cache.layer_names()
@@ -109,15 +124,6 @@ class DraftForward:
         self._one_each = torch.arange(max_requests + 1, dtype=torch.int32)
         self._one_each_on_device = self._one_each.to(device)
         self._rows = torch.arange(max_requests, device=device)
-
-    def whole_windows(self, begin: int, tokens: int) -> int:
-        """How many of the next ``tokens`` of a row to take now, if more are to follow in another pass.
-
-        All, or those up to a place where the row would be cut in any case; see :meth:`_prefill_by_hand`.
-        """
-        over = (begin + tokens) % _SHORT_PASS
-        cut_by_position = self.hand_step is not None and self.hand_step.takes_every_pass
-        return tokens - over if cut_by_position and over < tokens else tokens
 
     @torch.inference_mode()
     def prefill(
@@ -142,7 +148,7 @@ class DraftForward:
         self._to_device(tokens=tokens, rows=rows)
         query_start = self._query_start.gpu[: rows + 1]
         if self.hand_step is not None and self.hand_step.takes_every_pass:
-            return self._prefill_by_hand(self.hand_step, starts=first, stops=first + lengths, ends=ends)
+            return self._prefill_by_hand(self.hand_step, of_row=of_row, ends=ends)
         if self.hand_step is not None and tokens <= _SHORT_PASS:
             hidden = self._run_by_hand(self.hand_step, tokens=tokens, rows=rows, query_start=query_start)
             return self.hand_step.logits(hidden[(query_start[1:] - 1).long()])
@@ -157,42 +163,29 @@ class DraftForward:
         return self._logits(hidden[(query_start[1:] - 1).long()])
 
     def _prefill_by_hand(
-        self,
-        step: LlamaDecodeStep,
-        *,
-        starts: npt.NDArray[np.int64],
-        stops: npt.NDArray[np.int64],
-        ends: npt.NDArray[np.int64],
+        self, step: HandStep, *, of_row: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
     ) -> torch.Tensor:
         """The tokens of the input buffers in several passes; on CPU, where host and device are one.
 
-        Attention sums up in an order that depends on how many tokens of a row a pass has. So rows are cut where their
-        positions say, whoever else is there.
-
         Args:
-            step: takes the passes.
-            starts: [rows], positions of the first tokens.
-            stops: [rows], positions after the last ones.
-            ends: [rows], where in the buffers these are.
+            step: takes the passes, and computes each token alike whatever else is in its pass.
+            of_row: [tokens], the row of each.
+            ends: [rows], where in the buffers the rows end.
         """
-        last, to_buffer = [torch.empty(0)] * len(ends), ends - stops
-        for windows in _passes(starts.tolist(), stops.tolist()):
-            rows = [window.row for window in windows]
-            tokens = torch.from_numpy(
-                np.concatenate([np.arange(window.begin, window.end) + to_buffer[window.row] for window in windows])
-            )
-            edges = np.cumsum([0, *(window.end - window.begin for window in windows)])
+        last: list[torch.Tensor] = []
+        for begin in range(0, len(of_row), _SHORT_PASS):
+            tokens = slice(begin, min(begin + _SHORT_PASS, len(of_row)))
+            first, end = int(of_row[tokens.start]), int(of_row[tokens.stop - 1]) + 1
+            edges = np.clip(np.concatenate([[0], ends])[first : end + 1], tokens.start, tokens.stop) - tokens.start
             hidden = step(
                 self._input_ids.gpu[tokens],
                 positions=self._positions.gpu[tokens],
-                seq_lens=torch.tensor([window.end for window in windows], dtype=torch.int32),
-                block_table=self._block_table.gpu[rows],
+                seq_lens=(self._positions.gpu[tokens][torch.from_numpy(edges[1:] - 1)] + 1).int(),
+                block_table=self._block_table.gpu[first:end],
                 slots=self._slots.gpu[tokens],
                 query_start=torch.from_numpy(edges.astype(np.int32)),
             )
-            for window, end in zip(windows, edges[1:].tolist(), strict=True):
-                if window.end == stops[window.row]:
-                    last[window.row] = hidden[end - 1].clone()
+            last += [hidden[end - begin - 1].clone() for end in ends if tokens.start < end <= tokens.stop]
         return step.logits(torch.stack(last))
 
     @torch.inference_mode()
@@ -278,7 +271,7 @@ class DraftForward:
         return hidden
 
     def _run_by_hand(
-        self, step: LlamaDecodeStep, *, tokens: int, rows: int, query_start: torch.Tensor | None = None
+        self, step: HandStep, *, tokens: int, rows: int, query_start: torch.Tensor | None = None
     ) -> torch.Tensor:
         return step(
             self._input_ids.gpu[:tokens],

@@ -1,14 +1,14 @@
 """Which drafts can take what lies between two attentions as one region of int8 kernels, and on which arrays?
 
 Binds the kernels to weights that vLLM has loaded and packed, or to those of a checkpoint beside a model that keeps its
-own; owns descriptions and what the regions pass on in float32.
+own; owns descriptions and what the regions pass on in float32. The attentions are vLLM's (``vllm_decode_step``) or our
+own (``vllm_int8_step``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import numba
@@ -21,8 +21,8 @@ from vllm_tokentiming.engine.int8_dot import INSTRUCTIONS
 from vllm_tokentiming.engine.int8_weights import Int8File, Int8Weights, LayerWeights
 from vllm_tokentiming.engine.vllm_cpu_gemm import is_packed_int8
 
-_ROWS_BESIDE_AMX: Final = 4
-"""Above, matrix instructions win, which vLLM's kernels use."""
+MAX_ROWS: Final = 4
+"""Of a pass beside vLLM's kernels on the same weights. Above, matrix instructions win, which those use."""
 
 
 def why_unfit_place() -> str | None:
@@ -69,34 +69,27 @@ def _unfit_packed(body: Any) -> Iterator[str]:
 
 def of_packed_model(body: Any) -> Int8Layers:
     """On the weights that vLLM packed; :func:`why_unfit` found nothing."""
-    layers = [_packed_by_vllm(layer) for layer in body.layers]
-    return Int8Layers(body, layers, max_rows=_ROWS_BESIDE_AMX)
+    return Int8Layers(body, [_packed_by_vllm(layer) for layer in body.layers])
 
 
-def of_checkpoint(model: Any, folder: Path) -> Int8Layers:
+def of_checkpoint(body: Any, file: Int8File) -> Int8Layers:
     """On int8 weights of the same model, which keeps its own; :func:`why_unfit` found nothing.
 
-    They take passes of any size. If some went through the model's own weights, what a request's tokens are computed
-    with would depend on what else is in the pass, and a seed would not give the same output again.
-
     Args:
-        model: with its head.
-        folder: the draft's int8 checkpoint.
+        body: the model without its head.
+        file: the draft's int8 checkpoint.
 
     Raises:
         ValueError: their shapes do not fit.
     """
-    file, layers = Int8File(folder), []
-    for number, layer in enumerate(model.model.layers):
+    layers = []
+    for number, layer in enumerate(body.layers):
         names = ("qkv", "output", "gate_up", "down")
         biases = {name: _bias(product) for name, product in zip(names, _products(layer), strict=True)}
         layers.append(file.layer(number, biases))
         if reason := layers[-1].why_unfit():
             raise ValueError(reason)
-    processor = model.logits_processor
-    is_plain = processor.scale == 1.0 and processor.soft_cap is None and getattr(model.lm_head, "bias", None) is None
-    head = file.head(processor.org_vocab_size) if is_plain else None
-    return Int8Layers(model.model, layers, max_rows=None, head=head, vocab_size=processor.org_vocab_size)
+    return Int8Layers(body, layers)
 
 
 def _products(layer: Any) -> tuple[Any, Any, Any, Any]:
@@ -121,7 +114,7 @@ def _packed_by_vllm(layer: Any) -> LayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class Regions:
     """Regions for one number of rows: the address of each one's description, and what keeps the memory."""
 
     residual: torch.Tensor  # float32 [rows, hidden size]
@@ -136,22 +129,10 @@ class Int8Layers:
     Args:
         body: a model for which :func:`why_unfit` found nothing.
         weights: of its layers.
-        max_rows: above, the model's own kernels are faster, on the same weights; None where they have others.
-        head: the weights of its output embedding, where logits are to come from int8 kernels too.
-        vocab_size: the logits that come from it.
     """
 
-    def __init__(
-        self,
-        body: Any,
-        weights: Sequence[LayerWeights],
-        *,
-        max_rows: int | None,
-        head: Int8Weights | None = None,
-        vocab_size: int = 0,
-    ) -> None:
-        self.max_rows = max_rows
-        self._weights, self._head, self._vocab_size = weights, head, vocab_size
+    def __init__(self, body: Any, weights: Sequence[LayerWeights]) -> None:
+        self._weights = weights
         self._embedding = body.embed_tokens.weight.data
         self._epsilon = np.array([body.norm.variance_epsilon], dtype=np.float32)
         # The norms are few; the kernels read them as float32.
@@ -161,16 +142,16 @@ class Int8Layers:
             *(layer.input_layernorm.weight.data.float() for layer in body.layers[1:]),
             body.norm.weight.data.float(),
         ]
-        self._before_layers, self._after_attention, self._project = (
-            openmp.ParallelRegion(region.address) for region in kernels.compiled()
+        self._before_layers, self._after_attention = (
+            openmp.ParallelRegion(region.address) for region in kernels.compiled()[:2]
         )
-        self._rows: dict[int, _Rows] = {}
+        self._regions: dict[int, Regions] = {}
 
-    def prepare(self, *, qkv: torch.Tensor, attended: torch.Tensor, normed: torch.Tensor) -> None:
+    def prepare(self, *, qkv: torch.Tensor, attended: torch.Tensor, normed: torch.Tensor) -> Regions:
         """Bind the regions to buffers of one number of rows.
 
         Args:
-            qkv: [rows, queries + keys + values], written before each attention; all of the model's dtype.
+            qkv: [rows, queries + keys + values], written before each attention; all bfloat16 or all float32.
             attended: [rows, queries], read after it.
             normed: [rows, hidden size], the hidden states after the last layer.
         """
@@ -207,12 +188,13 @@ class Int8Layers:
                 kernels.NORMED: normed.data_ptr() if is_last else 0,
             }
             after.append(kernels.describe({**common, **numbers}, products))
-        self._rows[rows] = _Rows(
+        self._regions[rows] = Regions(
             residual=residual,
             before_layers=before.ctypes.data,
             after_attention=[description.ctypes.data for description in after],
             owned=(before, after, other, summand, nothing, activated, qkv, attended, normed),
         )
+        return self._regions[rows]
 
     def before_layers(self, ids: torch.Tensor) -> Sequence[int]:
         """Write the first layer's queries, keys and values of these tokens, int [rows].
@@ -220,26 +202,11 @@ class Int8Layers:
         Returns:
             for each layer, what :meth:`after_attention` is to be called with.
         """
-        rows = self._rows[len(ids)]
-        rows.residual.copy_(self._embedding[ids])
-        self._before_layers(rows.before_layers)
-        return rows.after_attention
+        regions = self._regions[len(ids)]
+        regions.residual.copy_(self._embedding[ids])
+        self._before_layers(regions.before_layers)
+        return regions.after_attention
 
     def after_attention(self, region: int) -> None:
         """Write the next layer's queries, keys and values; after the last layer, the normalised hidden states."""
         self._after_attention(region)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """float32 [rows, vocabulary] of hidden states, [rows, hidden size]; None where the head is not here."""
-        if self._head is None:
-            return None
-        rows, hidden = len(hidden), hidden.contiguous()
-        result = torch.empty(rows, len(self._head.packed), dtype=torch.float32)
-        numbers = {
-            kernels.ROWS: rows,
-            kernels.IS_FLOAT32: hidden.dtype == torch.float32,
-            kernels.INPUT: hidden.data_ptr(),
-        }
-        description = kernels.describe(numbers, {kernels.OUTPUT: self._head.writing_to(result)})
-        self._project(description.ctypes.data)
-        return result[:, : self._vocab_size]
