@@ -13,7 +13,7 @@ import numba
 import pytest
 import torch
 
-from vllm_tokentiming.engine import int8_dot, openmp
+from vllm_tokentiming.engine import attention_kernels, int8_dot, openmp
 from vllm_tokentiming.engine.int8_checkpoint import int8_checkpoint
 from vllm_tokentiming.tiny_pair import tiny_pair
 
@@ -81,7 +81,7 @@ def _run(
             forward.decode_step(torch.randint(vocab_size, (rows,), generator=generator)).double()
             for rows in rows_by_step
         ]
-        return logits, [kv[used].double() for kv in step.first_caches(2)]
+        return logits, [kv[used].double() for kv in engine._cache.tensors[:2]]
     finally:
         forward.hand_step = step
         engine._cache.clear(used)
@@ -279,11 +279,14 @@ def test_own_kernels_that_do_something_else_are_not_taken(
     from vllm_tokentiming.engine.vllm_int8_layers import Int8Layers
 
     engine, _ = tiny
-    step = engine._forward.hand_step
+    step, describe = engine._forward.hand_step, attention_kernels.describe
     if not step.has_int8_layers:
         pytest.skip("this draft has no kernels of our own here")
     caplog.set_level(logging.INFO, logger="vllm_tokentiming")
     monkeypatch.setattr(Int8Layers, "after_attention", lambda _layers, _region: None)
+    monkeypatch.setattr(
+        attention_kernels, "describe", lambda fields: describe({**fields, attention_kernels.NUM_LAYERS: 1})
+    )
     try:
         found = agreed_step(
             engine._model,

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("vllm")
 
 from vllm_tokentiming.engine import vllm_int8_layers as int8_layers
-from vllm_tokentiming.engine.int8_weights import pack
+from vllm_tokentiming.engine import vllm_int8_step
+from vllm_tokentiming.engine.int8_weights import Int8File, pack
 
 pytestmark = pytest.mark.skipif(int8_layers.why_unfit_place() is not None, reason=str(int8_layers.why_unfit_place()))
 
@@ -89,23 +90,27 @@ def _run(layers: Any) -> list[torch.Tensor]:
 
 def test_both_sources_give_the_same(model: Any) -> None:
     assert int8_layers.why_unfit(model.model) is None
-    by_vllm, by_us = int8_layers.of_packed_model(model.model), int8_layers.of_checkpoint(model, model.folder)
+    by_vllm = int8_layers.of_packed_model(model.model)
+    by_us = int8_layers.of_checkpoint(model.model, Int8File(model.folder))
     for one, other in zip(_run(by_vllm), _run(by_us), strict=True):
         assert one.float().std() > 0
         assert torch.equal(one, other)
-    assert (by_vllm.max_rows, by_us.max_rows) == (4, None)
-    assert by_vllm.logits(torch.zeros(1, WIDTH)) is None
-    hidden = torch.randn(2, WIDTH)
-    logits = by_us.logits(hidden)
-    assert logits is not None
-    assert logits.shape == (2, VOCAB)
-    assert torch.equal(logits[1:], by_us.logits(hidden[1:]))
+
+
+def test_a_head(model: Any) -> None:
+    head = vllm_int8_step._head(model, Int8File(model.folder))
+    assert head is not None
+    assert torch.equal(
+        head.scales[:VOCAB], load_file(model.folder / "model.safetensors")["lm_head.weight_scale"].flatten()
+    )
+    assert len(head.scales) == len(head.packed) == VOCAB + -VOCAB % 32
+    assert not head.scales[VOCAB:].any()
 
 
 @pytest.mark.parametrize("change", [{"scale": 2.0}, {"soft_cap": 30.0}, {"org_vocab_size": VOCAB - 6}])
 def test_a_head_that_does_more_stays_vllms(model: Any, change: dict[str, Any]) -> None:
     vars(model.logits_processor).update(change)
-    assert int8_layers.of_checkpoint(model, model.folder).logits(torch.zeros(1, WIDTH)) is None
+    assert vllm_int8_step._head(model, Int8File(model.folder)) is None
 
 
 def _coarse_scales(model: Any) -> None:
