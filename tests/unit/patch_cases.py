@@ -121,6 +121,16 @@ def numbers() -> object:
     return torch.equal(seeded.get_state(), by_size.get_state())
 
 
+def draws() -> object:
+    """Whether drawing a token looks at one number: two tokens of the same probability, and a seed at each end."""
+    logits = torch.full((2, 64), -torch.inf)
+    logits[:, [3, 60]] = 1.5
+    return [
+        torch.ops._C.fused_gumbel_argmax(logits[:, order], torch.tensor([0, 2**31 - 1])).tolist()
+        for order in (range(64), range(63, -1, -1))
+    ]
+
+
 def budget() -> object:
     """Three requests without proposals; the last one's budget is spent. The largest logit of each row, then and after
     one step more, when its thinking has ended."""
@@ -168,7 +178,7 @@ if "patched" in sys.argv:
     assert again == [], again
 
 results: dict[str, object] = {"applied": applied}
-for case in (expand, top_k, rewind, padding, numbers, budget, inherited):
+for case in (expand, top_k, rewind, padding, numbers, draws, budget, inherited):
     try:
         results[case.__name__] = case()
     except (RuntimeError, IndexError, NotImplementedError) as error:

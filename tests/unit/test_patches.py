@@ -20,6 +20,7 @@ WORKING = {
     "rewind": {"discarded draw comes again": True, "other draw goes on": True, "rows": [0, 1]},
     "padding": [[2, -1]],
     "numbers": False,
+    "draws": [[3, 60], [3, 60]],
     "budget": [[3, 3, 2], [3, 3, 3]],
     "inherited": [[0, 2], []],
 }
@@ -55,6 +56,7 @@ def test_every_fault_was_found_by_its_probe():
         "apply_sampling_constraints",
         "generator rewind",
         "block verification",
+        "drawing by one number",
         "thinking budget without proposals",
         "thinking budget of finished requests",
     ]

@@ -182,3 +182,28 @@ def test_numbers_at_the_ends_give_tokens_of_the_law():
     numbers = torch.tensor([0.0, 0.2499, 0.2501, almost_one], dtype=torch.float64)
     assert verification.draw(law.repeat(4, 1), numbers) == [1, 1, 3, 3]
     assert verification.draw(torch.zeros(1, 5), torch.zeros(1, dtype=torch.float64)) == [4]
+
+
+def test_a_seed_draws_from_the_law_of_the_logits():
+    """A million seeds, by χ²; what has no probability is never drawn, and a seed gives its token alone and in a batch."""
+    torch.manual_seed(3)
+    logits = torch.tensor([0.0, 2.0, -torch.inf, -6.0, 1.0, -1.5])
+    seeds = torch.randint(0, 2**31, (1_000_000,))
+    counts = np.bincount(verification.draw_by_seed(logits.expand(len(seeds), -1), seeds).numpy(), minlength=6)
+    law = logits.double().softmax(-1).numpy()
+    assert counts[2] == 0
+    possible = law > 0
+    assert stats.chisquare(counts[possible], law[possible] * len(seeds)).pvalue > 1e-4
+    some = seeds[:40]
+    together = verification.draw_by_seed(logits.expand(40, -1), some)
+    assert together.dtype == torch.int64
+    assert together.tolist() == [verification.draw_by_seed(logits[None], seed[None]).item() for seed in some]
+
+
+def test_seeds_lie_evenly_between_zero_and_one():
+    """Neighbouring seeds are neighbouring numbers, so every token of at least 2^-30 is within reach."""
+    seeds = torch.tensor([0, 1, 2, 2**30, 2**31 - 2, 2**31 - 1])
+    numbers = (seeds.double() + verification._fractions(seeds)) / 2**31
+    assert ((numbers * 2**31).floor() == seeds).all()
+    assert len({round(float(f), 6) for f in verification._fractions(seeds)}) == len(seeds)
+    assert numbers[-1] < 1.0

@@ -59,8 +59,8 @@ class DraftSampler:
 
 def confidence(logits: torch.Tensor) -> torch.Tensor:
     """The largest probability of each row at temperature 1: float32 [B] of logits [B, V]."""
-    logits = logits.float()
-    return (logits.amax(dim=-1) - logits.logsumexp(dim=-1)).exp()
+    # Two kernels: each one more takes longer to start, between two passes of the draft, than it computes.
+    return logits.softmax(dim=-1, dtype=torch.float32).amax(dim=-1)
 
 
 class SamplingPlan:
@@ -91,15 +91,17 @@ class SamplingPlan:
         if not self.keeps_laws:
             return
         greedy = [s is None or s.temperature <= 0 for s in samplings]
-        self._greedy = torch.tensor(greedy, device=device)  # [B]
+        self._greedy = torch.tensor(greedy, device=device) if any(greedy) else None  # [B]
         self._inverse_temperature = torch.tensor(
             [1.0 if g or s is None else 1.0 / s.temperature for g, s in zip(greedy, samplings, strict=True)],
             dtype=torch.float64,
             device=device,
         ).unsqueeze(1)  # [B, 1]
-        self._narrow = torch.tensor(
-            [self._top_k if g or s is None else s.top_k for g, s in zip(greedy, samplings, strict=True)], device=device
-        ).unsqueeze(1)  # [B, 1]
+        narrow = [self._top_k if g or s is None else s.top_k for g, s in zip(greedy, samplings, strict=True)]
+        self._beyond: torch.Tensor | None = None  # [B, top_k], where a row's law is narrower than the widest one
+        if min(narrow) < self._top_k:
+            ranks = torch.arange(self._top_k, device=device)
+            self._beyond = ranks >= torch.tensor(narrow, device=device).unsqueeze(1)
 
     def step(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Draw a token for the first ``len(logits)`` rows.
@@ -122,14 +124,16 @@ class SamplingPlan:
         top_k = min(self._top_k, logits.shape[-1])
         values, support = logits.topk(top_k, dim=-1)  # descending
         scaled = (values.double() - largest.double().unsqueeze(1)) * self._inverse_temperature[:rows]
-        ranks = torch.arange(top_k, device=logits.device).unsqueeze(0)
-        scaled = scaled.masked_fill(ranks >= self._narrow[:rows], float("-inf"))
+        if self._beyond is not None:
+            scaled = scaled.masked_fill(self._beyond[:rows, :top_k], float("-inf"))
         probs = scaled.softmax(dim=-1)
         noise = self._noise(rows, top_k, logits.device)
         # argmax(p / Exp(1)) is a draw from p.
         drawn = support.gather(1, (probs / noise).argmax(dim=-1, keepdim=True)).squeeze(1)
-        # Among equal logits topk may order differently; a greedy row takes what it would without sampled neighbours.
-        return torch.where(self._greedy[:rows], likeliest, drawn), largest, support, probs
+        if self._greedy is not None:
+            # Among equal logits topk may order otherwise; a greedy row takes what it would without sampled neighbours.
+            drawn = torch.where(self._greedy[:rows], likeliest, drawn)
+        return drawn, largest, support, probs
 
     def _noise(self, rows: int, top_k: int, device: torch.device) -> torch.Tensor:
         noise = torch.ones(rows, top_k, dtype=torch.float64, device=device)
