@@ -185,7 +185,7 @@ def test_numbers_at_the_ends_give_tokens_of_the_law():
 
 
 def test_a_seed_draws_from_the_law_of_the_logits():
-    """A million seeds, by χ²; what has no probability is never drawn, and a seed gives its token alone and in a batch."""
+    """A million seeds, by χ². What has no probability is never drawn; a seed gives its token alone and in a batch."""
     torch.manual_seed(3)
     logits = torch.tensor([0.0, 2.0, -torch.inf, -6.0, 1.0, -1.5])
     seeds = torch.randint(0, 2**31, (1_000_000,))
