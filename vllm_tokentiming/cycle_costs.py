@@ -45,6 +45,9 @@ _INHERITED: Final = 0.2
 _LEAST_PRICED: Final = 0.3
 _PRICE_MEMORY: Final = 0.99
 _AVERAGE_MEMORY: Final = 0.998
+_READING_MEMORY: Final = 0.995
+_READING_PRIOR: Final = 100.0
+"""Cycles: what a draft reads of the first prompts is read, and says little of how often that is needed."""
 _NEW_REQUEST_WEIGHT: Final = 4.0
 """Cycles that a new request is taken for an average one."""
 
@@ -162,6 +165,8 @@ class CycleCosts:
         self._average_gain = Rate(memory=_AVERAGE_MEMORY)
         self._slowdown = Rate()
         """Seconds of cycles with speculation, over those of neighbours without."""
+        self._reading = Rate(seconds=_READING_PRIOR, memory=_READING_MEMORY)
+        """Seconds in which the draft read prompts, over cycles with speculation: no cycle that is compared has them."""
         self._recent: dict[bool, float] = {}
         """Seconds of the last cycles of each way."""
         self._pairs = self._confirming = 0
@@ -193,7 +198,9 @@ class CycleCosts:
     def better(self) -> bool:
         """Whether speculation is faster, as far as is known; it is the first guess."""
         margin = 1.0 if self._was_better else _RETURN
-        level = self._slowdown.value * self._tokens_of_a_pass
+        plain = self._recent.get(False)
+        reading = self._reading.value / plain if plain else 0.0
+        level = (self._slowdown.value + reading) * self._tokens_of_a_pass
         return self._slowdown.seconds == 0.0 or self._gain.value >= margin * level
 
     def greet(self, batch: int) -> None:
@@ -273,3 +280,19 @@ class CycleCosts:
             self._lost += seconds / other * others_tokens - tokens / batch
         usual = self._recent.get(speculates, seconds)
         self._recent[speculates] = usual + _RECENT_SHARE * (seconds - usual)
+
+    def read(self, seconds: float) -> None:
+        """Take note of a cycle with speculation, not one that tries it, and how long its draft read prompts.
+
+        Small beside the answers of one request, but with many at once each prompt holds up all the others.
+        """
+        self._reading.add(seconds, 1.0)
+
+    def lose(self, *, tokens: int, batch: int, seconds: float) -> None:
+        """Take note of a cycle that tried speculation and read what the draft had missed.
+
+        Its time says nothing of either way, but it was lost, so the next try has to be the further away.
+        """
+        plain = self._recent.get(False)
+        if plain is not None:
+            self._lost += seconds / plain * self._tokens_of_a_pass - tokens / batch

@@ -202,8 +202,11 @@ class DraftLength:
             self._costs_of(self._cycle).greet(len(lengths))
         gains = [length - last.lengths.get(request_id, length) for request_id, length in lengths.items()]
         # With a request that came, went or was read in between, the time was not that of verifying alone.
-        if last.tells and gains and len(lengths) == len(last.lengths) and min(gains) > 0:
-            self._observe(last, tokens=sum(gains), seconds=now - last.began)
+        if gains and len(lengths) == len(last.lengths) and min(gains) > 0:
+            if last.tells:
+                self._observe(last, tokens=sum(gains), seconds=now - last.began)
+            elif last.is_probe:
+                self._costs_of(last).lose(tokens=sum(gains), batch=len(lengths), seconds=now - last.began)
 
     def end_cycle(self, now: float, *, num_proposed: int) -> None:
         """The proposals of this cycle are made."""
@@ -213,6 +216,8 @@ class DraftLength:
             cycle.steps = self._pace.steps
             cycle.tells = self._pace.missing_tokens <= _CATCHING_UP
             self._pace = None
+            if self._timed and cycle.speculates and not cycle.is_probe:
+                self._costs_of(cycle).read(0.0 if cycle.tells else cycle.draft_seconds)
 
     def speculates(self) -> bool:
         """Whether to draft in this cycle."""

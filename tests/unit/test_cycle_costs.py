@@ -167,3 +167,31 @@ def test_now_and_then_a_pass_verifies_nothing_even_where_repeats_pay():
         refused += not paid
         price.add(8 if paid else 0, 1.1 if paid else 1.0)
     assert 2 <= refused <= 5
+
+
+def test_reading_prompts_counts_against_speculation_where_they_come_often():
+    """Three tokens in two and a half plain cycles pay, unless each tenth cycle reads prompts for five cycles more."""
+    for every, pays in ((0, True), (100, True), (10, False)):
+        costs = CycleCosts()
+        for number in range(1, 401):
+            costs.read(0.5 if every and number % every == 0 else 0.0)
+            cycle(costs, tokens=3, spec_seconds=0.27, plain_seconds=0.1)
+        assert costs.better() is pays, every
+
+
+def test_a_try_that_had_much_to_read_puts_off_the_next_one():
+    tries = {}
+    for reading in (0.0, 1.0):
+        costs, tried = CycleCosts(), 0
+        for _ in range(2000):
+            speculates, is_probe = costs.choose()
+            if speculates and is_probe and reading and costs._probing == 3:
+                costs.lose(tokens=1, batch=1, seconds=reading)
+                tried += 1
+                continue
+            costs.compare(
+                tokens=1, batch=1, seconds=0.2 if speculates else 0.1, speculates=speculates, is_probe=is_probe
+            )
+            tried += speculates and is_probe and costs._probing == 3
+        tries[reading] = tried
+    assert 0 < tries[1.0] < tries[0.0]
