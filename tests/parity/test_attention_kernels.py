@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numba
 import numpy as np
 import pytest
-import torch
 from numba import types
 from reference.attention import Numbers, attended, cosines_and_sines, rotated
 from reference.int8_layers import Floats, bfloat16
@@ -24,14 +23,6 @@ pytestmark = pytest.mark.skipif(
 
 BLOCK, BLOCKS_OF_REQUEST, MAX_POSITIONS = 64, 4, 256
 SHAPES = {"one KV head for three": (6, 2, 64), "a KV head each": (4, 4, 32), "seven, wide": (7, 1, 128)}
-
-
-@pytest.fixture(params=[1, 2, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

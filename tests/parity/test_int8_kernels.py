@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,14 +40,6 @@ SHAPES = {
     "queries wider than the rest": Shape(width=64, queries=128, mlp=96, qkv=192),
     "a depth of an odd number of quads of quads": Shape(width=96, queries=40, mlp=160, qkv=224),
 }
-
-
-@pytest.fixture(params=[1, 2, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 class Bench:

@@ -201,16 +201,7 @@ class LlamaDecodeStep:
         slots: torch.Tensor,
         query_start: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write the KV of ``ids`` and return the hidden states after them, [N, H]: a buffer that the next call reuses.
-
-        Args:
-            ids: int32 or int64 [N], row after row.
-            positions: int64 [N], of these tokens.
-            seq_lens: int32 [B], these tokens included.
-            block_table: int32 [B, width].
-            slots: int64 [N], overwritten with where the KV goes.
-            query_start: int32 [B + 1], where each row's tokens begin; None: a row has one, so N = B.
-        """
+        """See ``vllm_forward.HandStep``; ``slots`` is overwritten with where the KV goes."""
         b = self._buffers.get(len(ids)) or self._make_buffers(len(ids))
         # Positional, and names bound once: this is the loop that the module is for.
         ops = torch.ops._C
