@@ -282,7 +282,7 @@ class CycleCosts:
         self._recent[speculates] = usual + _RECENT_SHARE * (seconds - usual)
 
     def read(self, seconds: float) -> None:
-        """Take note of a cycle with speculation, not one that tries it, and how long its draft read prompts.
+        """Take note of a cycle with speculation, not one that tries it: how long its draft read prompts, then drafted.
 
         Small beside the answers of one request, but with many at once each prompt holds up all the others.
         """

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("vllm")
 
 from vllm_tokentiming.engine import vllm_int8_layers as int8_layers
-from vllm_tokentiming.engine import vllm_int8_step
 from vllm_tokentiming.engine.int8_weights import Int8File, pack
 
 pytestmark = pytest.mark.skipif(int8_layers.why_unfit_place() is not None, reason=str(int8_layers.why_unfit_place()))
@@ -98,19 +97,21 @@ def test_both_sources_give_the_same(model: Any) -> None:
 
 
 def test_a_head(model: Any) -> None:
-    head = vllm_int8_step._head(model, Int8File(model.folder))
+    head = int8_layers.head_of_checkpoint(model, Int8File(model.folder))
     assert head is not None
-    assert torch.equal(
-        head.scales[:VOCAB], load_file(model.folder / "model.safetensors")["lm_head.weight_scale"].flatten()
-    )
-    assert len(head.scales) == len(head.packed) == VOCAB + -VOCAB % 32
-    assert not head.scales[VOCAB:].any()
+    hidden = torch.randn(2, WIDTH)
+    logits = head.logits(hidden)
+    assert logits.shape == (2, VOCAB)
+    assert torch.equal(logits[1:], head.logits(hidden[1:]))
+    tensors = load_file(model.folder / "model.safetensors")
+    expected = hidden @ (tensors["lm_head.weight"].float() * tensors["lm_head.weight_scale"]).T
+    assert (logits - expected).abs().max() < 0.02 * expected.abs().max()
 
 
 @pytest.mark.parametrize("change", [{"scale": 2.0}, {"soft_cap": 30.0}, {"org_vocab_size": VOCAB - 6}])
 def test_a_head_that_does_more_stays_vllms(model: Any, change: dict[str, Any]) -> None:
     vars(model.logits_processor).update(change)
-    assert vllm_int8_step._head(model, Int8File(model.folder)) is None
+    assert int8_layers.head_of_checkpoint(model, Int8File(model.folder)) is None
 
 
 def _coarse_scales(model: Any) -> None:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from vllm_tokentiming.engine.attention_tile import QUERIES, WIDTH, tile_of
 from vllm_tokentiming.engine.region_kernels import (
+    described,
     exponential,
     floats,
     halves,
@@ -58,10 +59,7 @@ def why_unfit(*, head_size: int, block_size: int) -> str | None:
 
 def describe(numbers: Mapping[int, int]) -> npt.NDArray[np.int64]:
     """What a pass gets: int64, by the names of the fields above; those left out are 0."""
-    description = np.zeros(FIELDS, dtype=np.int64)
-    for field, number in numbers.items():
-        description[field] = number
-    return description
+    return described(numbers, fields=FIELDS)
 
 
 @kernel

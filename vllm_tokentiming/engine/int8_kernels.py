@@ -8,6 +8,8 @@ Weights are packed as vLLM does it (``convert_weight_packed``, from SGLang): for
 [K/4, 32, 4], then int32 [32], 128 times the sum of each channel's weights, which is what inputs that are moved up add
 (``int8_dot``). As in vLLM's kernel an input has one scale a row, its largest magnitude / 127; between products all is
 float32 here, bfloat16 there. What passes between a region and the rest of the model is bfloat16 or float32.
+
+Such regions stand between vLLM's attentions, or are parts of one that takes a whole pass (``attention_kernels``).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numba
 import numpy as np
@@ -31,6 +33,7 @@ from vllm_tokentiming.engine.int8_dot import AVX2, CHANNELS, INSTRUCTIONS, OFFSE
 from vllm_tokentiming.engine.openmp import runtime
 from vllm_tokentiming.engine.region_kernels import (
     barrier,
+    described,
     exponential,
     floats,
     halves,
@@ -67,7 +70,8 @@ class Product:
         shape: of the packed weights.
         scales: address of float32 [N].
         biases: address of float32 [N], or 0.
-        result: address; queries, keys and values have the model's dtype, others float32, gates and ups half as wide.
+        result: address; queries, keys and values have the dtype of the region's input, others float32, gates and ups
+            half as wide.
     """
 
     weights: int
@@ -93,9 +97,7 @@ class Product:
 
 def describe(numbers: Mapping[int, int], products: Mapping[int, Product]) -> npt.NDArray[np.int64]:
     """What a region gets: int64, by the names of the fields above; those left out are 0, and no product."""
-    description = np.zeros(_FIELDS, dtype=np.int64)
-    for field, number in numbers.items():
-        description[field] = number
+    description = described(numbers, fields=_FIELDS)
     for field, product in products.items():
         description[field : field + 6] = product.fields()
     return description
@@ -348,10 +350,19 @@ def _regions(digest_of_callees: int) -> tuple[Callable[[Any], None], ...]:
     return before_layers, after_attention, project, all_layers
 
 
+class Compiled(NamedTuple):
+    """Machine code of each region, called by its ``address``."""
+
+    before_layers: CFunc
+    after_attention: CFunc
+    project: CFunc
+    all_layers: CFunc
+
+
 @functools.cache
-def compiled() -> tuple[CFunc, ...]:
-    """``before_layers``, ``after_attention``, ``project``, ``all_layers``: machine code, called by its ``address``."""
+def compiled() -> Compiled:
+    """The regions, for this CPU."""
     runtime()  # makes its functions known to the compiler
     signature = types.void(types.voidptr)
     digest = source_digest(int8_dot.__file__, region_kernels.__file__, attention_tile.__file__, attention.__file__)
-    return tuple(callback(region, signature) for region in _regions(digest))
+    return Compiled(*(callback(region, signature) for region in _regions(digest)))

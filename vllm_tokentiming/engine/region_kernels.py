@@ -5,11 +5,12 @@ Compiled into whatever region calls them; nothing here is a region.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import numba
 import numpy as np
+import numpy.typing as npt
 from numba import types
 from numba.core import cgutils
 
@@ -114,6 +115,14 @@ def exponential(x: Any) -> Any:
     value = value * rest + np.float32(5.0000001201e-1)
     value = value * rest * rest + rest + np.float32(1.0)
     return value * np.int32((np.int32(power) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+def described(numbers: Mapping[int, int], *, fields: int) -> npt.NDArray[np.int64]:
+    """A description that kernels read: int64 [fields], 0 where nothing is said."""
+    description = np.zeros(fields, dtype=np.int64)
+    for field, number in numbers.items():
+        description[field] = number
+    return description
 
 
 @kernel

@@ -64,11 +64,11 @@ def agreed_step(
                 logger.info("the draft takes %s on int8 kernels of its own", passes)
                 return step
         logger.info("the draft takes its decode steps without int8 kernels of its own: %s", int8_reason)
-        on_vllms_kernels = LlamaDecodeStep(model, cache=cache)
-        reason = disagreement(forward, on_vllms_kernels, cache)
+        step = LlamaDecodeStep(model, cache=cache)
+        reason = disagreement(forward, step, cache)
         if reason is None:
             logger.info("the draft takes its decode steps on vLLM's kernels directly")
-            return on_vllms_kernels
+            return step
     logger.info("the draft takes its decode steps through vLLM's layers: %s", reason)
     return None
 

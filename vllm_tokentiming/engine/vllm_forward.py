@@ -148,7 +148,7 @@ class DraftForward:
         self._to_device(tokens=tokens, rows=rows)
         query_start = self._query_start.gpu[: rows + 1]
         if self.hand_step is not None and self.hand_step.takes_every_pass:
-            return self._prefill_by_hand(self.hand_step, of_row=of_row, ends=ends)
+            return self._prefill_by_hand(self.hand_step, of_row=of_row)
         if self.hand_step is not None and tokens <= _SHORT_PASS:
             hidden = self._run_by_hand(self.hand_step, tokens=tokens, rows=rows, query_start=query_start)
             return self.hand_step.logits(hidden[(query_start[1:] - 1).long()])
@@ -162,30 +162,28 @@ class DraftForward:
         )
         return self._logits(hidden[(query_start[1:] - 1).long()])
 
-    def _prefill_by_hand(
-        self, step: HandStep, *, of_row: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
-    ) -> torch.Tensor:
+    def _prefill_by_hand(self, step: HandStep, *, of_row: npt.NDArray[np.int64]) -> torch.Tensor:
         """The tokens of the input buffers in several passes; on CPU, where host and device are one.
 
         Args:
             step: takes the passes, and computes each token alike whatever else is in its pass.
             of_row: [tokens], the row of each.
-            ends: [rows], where in the buffers the rows end.
         """
         last: list[torch.Tensor] = []
         for begin in range(0, len(of_row), _SHORT_PASS):
             tokens = slice(begin, min(begin + _SHORT_PASS, len(of_row)))
             first, end = int(of_row[tokens.start]), int(of_row[tokens.stop - 1]) + 1
-            edges = np.clip(np.concatenate([[0], ends])[first : end + 1], tokens.start, tokens.stop) - tokens.start
+            row_edges = self._query_start.np[first : end + 1]
+            edges = np.clip(row_edges, tokens.start, tokens.stop) - tokens.start
             hidden = step(
                 self._input_ids.gpu[tokens],
                 positions=self._positions.gpu[tokens],
                 seq_lens=(self._positions.gpu[tokens][torch.from_numpy(edges[1:] - 1)] + 1).int(),
                 block_table=self._block_table.gpu[first:end],
                 slots=self._slots.gpu[tokens],
-                query_start=torch.from_numpy(edges.astype(np.int32)),
+                query_start=torch.from_numpy(edges),
             )
-            last += [hidden[end - begin - 1].clone() for end in ends if tokens.start < end <= tokens.stop]
+            last += [hidden[edge - begin - 1].clone() for edge in row_edges[1:].tolist() if edge <= tokens.stop]
         return step.logits(torch.stack(last))
 
     @torch.inference_mode()

@@ -142,9 +142,9 @@ class Int8Layers:
             *(layer.input_layernorm.weight.data.float() for layer in body.layers[1:]),
             body.norm.weight.data.float(),
         ]
-        self._before_layers, self._after_attention = (
-            openmp.ParallelRegion(region.address) for region in kernels.compiled()[:2]
-        )
+        compiled = kernels.compiled()
+        self._before_layers = openmp.ParallelRegion(compiled.before_layers.address)
+        self._after_attention = openmp.ParallelRegion(compiled.after_attention.address)
         self._regions: dict[int, Regions] = {}
 
     def prepare(self, *, qkv: torch.Tensor, attended: torch.Tensor, normed: torch.Tensor) -> Regions:
@@ -210,3 +210,33 @@ class Int8Layers:
     def after_attention(self, region: int) -> None:
         """Write the next layer's queries, keys and values; after the last layer, the normalised hidden states."""
         self._after_attention(region)
+
+
+class Int8Head:
+    """A model's output embedding.
+
+    Args:
+        weights: with rows up to a whole block.
+        vocab_size: the logits that come from them.
+    """
+
+    def __init__(self, weights: Int8Weights, *, vocab_size: int) -> None:
+        self._weights, self._vocab_size = weights, vocab_size
+        self._project = openmp.ParallelRegion(kernels.compiled().project.address)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, vocabulary] of hidden states, float32 [rows, hidden size]."""
+        hidden = hidden.contiguous()
+        result = torch.empty(len(hidden), len(self._weights.packed), dtype=torch.float32)
+        numbers = {kernels.ROWS: len(hidden), kernels.IS_FLOAT32: 1, kernels.INPUT: hidden.data_ptr()}
+        description = kernels.describe(numbers, {kernels.OUTPUT: self._weights.writing_to(result)})
+        self._project(description.ctypes.data)
+        return result[:, : self._vocab_size]
+
+
+def head_of_checkpoint(model: Any, file: Int8File) -> Int8Head | None:
+    """None where logits are more than a product with the head, or where its weights are float."""
+    processor = model.logits_processor
+    is_plain = processor.scale == 1.0 and processor.soft_cap is None and getattr(model.lm_head, "bias", None) is None
+    weights = file.head(processor.org_vocab_size) if is_plain else None
+    return None if weights is None else Int8Head(weights, vocab_size=processor.org_vocab_size)

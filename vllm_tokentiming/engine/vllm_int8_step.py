@@ -22,8 +22,8 @@ import torch
 
 from vllm_tokentiming.engine import attention_kernels as attention
 from vllm_tokentiming.engine import int8_kernels as kernels
-from vllm_tokentiming.engine import openmp, vllm_decode_step, vllm_int8_layers
-from vllm_tokentiming.engine.int8_weights import Int8File, Int8Weights
+from vllm_tokentiming.engine import openmp, vllm_int8_layers
+from vllm_tokentiming.engine.int8_weights import Int8File
 from vllm_tokentiming.engine.vllm_kv_cache import DraftKVCache
 
 _LAYOUTS: Final = {"vec", "vec16"}
@@ -42,17 +42,13 @@ class _Buffers:
 
 
 def why_unfit(model: Any, cache: DraftKVCache) -> str | None:
-    """What keeps this draft from the step; None where nothing does."""
+    """What keeps a draft that ``vllm_decode_step`` found fit from this step; None where nothing does."""
     return next(_unfit(model, cache), None)
 
 
 def _unfit(model: Any, cache: DraftKVCache) -> Iterator[str]:
-    for reason in (
-        vllm_decode_step.why_unfit(model, cache),
-        vllm_int8_layers.why_unfit(model.model, is_packed=False),
-    ):
-        if reason is not None:
-            yield reason
+    if reason := vllm_int8_layers.why_unfit(model.model, is_packed=False):
+        yield reason
     own, plain = model.model.layers[0].self_attn, model.model.layers[0].self_attn.attn.impl
     more = plain.alibi_slopes is not None or plain.logits_soft_cap or plain.sinks is not None
     if plain.sliding_window != -1 or more:
@@ -86,8 +82,8 @@ class Int8Step:
         self._model = model
         self._embedding = body.embed_tokens.weight.data
         self._layers = vllm_int8_layers.of_checkpoint(body, file)
-        self._head = _head(model, file)
-        self._all_layers, self._project = (openmp.ParallelRegion(kernels.compiled()[place].address) for place in (3, 2))
+        self._head = vllm_int8_layers.head_of_checkpoint(model, file)
+        self._all_layers = openmp.ParallelRegion(kernels.compiled().all_layers.address)
         own = body.layers[0].self_attn
         self._heads, self._kv_heads = int(own.num_heads), int(own.num_kv_heads)
         self._head_size, self._block_size = int(own.head_dim), cache.block_size
@@ -135,12 +131,7 @@ class Int8Step:
         if self._head is None:
             logits: torch.Tensor = self._model.compute_logits(hidden.to(self.dtype))
             return logits
-        hidden = hidden.contiguous()
-        result = torch.empty(len(hidden), len(self._head.packed), dtype=torch.float32)
-        numbers = {kernels.ROWS: len(hidden), kernels.IS_FLOAT32: 1, kernels.INPUT: hidden.data_ptr()}
-        description = kernels.describe(numbers, {kernels.OUTPUT: self._head.writing_to(result)})
-        self._project(description.ctypes.data)
-        return result[:, : self._model.logits_processor.org_vocab_size]
+        return self._head.logits(hidden)
 
     def _make_buffers(self, rows: int) -> _Buffers:
         queries, keys = self._heads * self._head_size, self._kv_heads * self._head_size
@@ -179,10 +170,3 @@ class Int8Step:
             owned=(regions, layers, qkv, attended),
         )
         return self._buffers[rows]
-
-
-def _head(model: Any, file: Int8File) -> Int8Weights | None:
-    """The output embedding's weights; None where logits are more than a product with them, or where they are float."""
-    processor = model.logits_processor
-    is_plain = processor.scale == 1.0 and processor.soft_cap is None and getattr(model.lm_head, "bias", None) is None
-    return file.head(processor.org_vocab_size) if is_plain else None
