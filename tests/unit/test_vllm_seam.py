@@ -38,7 +38,15 @@ SIGNATURES = {
     "spec_token_ids",
     "vllm.v1.sample.thinking_budget_state:ThinkingBudgetStateHolder.sync_batch": "self batch_update",
     "vllm.model_executor.model_loader:get_model": "vllm_config",
-    "vllm.forward_context:set_forward_context": "attn_metadata vllm_config num_tokens slot_mapping",
+    "vllm.forward_context:set_forward_context": "attn_metadata vllm_config num_tokens slot_mapping "
+    "cudagraph_runtime_mode batch_descriptor",
+    "vllm.compilation.cuda_graph:CUDAGraphWrapper": "runnable vllm_config runtime_mode",
+    "vllm.compilation.monitor:set_cudagraph_capturing_enabled": "enabled",
+    "vllm.config:CompilationConfig.resolve_cudagraph_mode_and_sizes": "self min_cg_support min_cg_attn_backend",
+    "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher.initialize_cudagraph_keys": "self cudagraph_mode",
+    "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher.dispatch": "self num_tokens uniform_decode valid_modes",
+    "vllm.v1.attention.backend:AttentionMetadataBuilder.build_for_cudagraph_capture": "self common_attn_metadata",
+    "vllm.v1.attention.backend:AttentionMetadataBuilder.get_cudagraph_support": "vllm_config kv_cache_spec",
     "vllm.v1.attention.backend:CommonAttentionMetadata": "query_start_loc query_start_loc_cpu seq_lens num_reqs "
     "num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping causal seq_lens_cpu_upper_bound "
     "positions",

@@ -295,6 +295,9 @@ class VllmDraftEngine:
         self.draft([warm])
         self._forget(warm.request_id)
         self.release(warm.request_id)
+        # Only now: vLLM drops what is captured before it has profiled memory.
+        if self.config.compilation_config.cudagraph_mode:
+            self._forward.use_graphs()
 
 
 def _ask(stop_rule: StopRule, rows: Sequence[_Row], step_confidence: torch.Tensor) -> bool:

@@ -1,8 +1,9 @@
 """One forward pass of the draft on vLLM's layers: ragged prefill and decode through the same path.
 
 A pass of few tokens may have a shorter path, ``hand_step``; without one it takes vLLM's. A step with weights of its own
-takes every pass. Owns the input buffers. On CPU the host and device sides of a buffer are one tensor. A decode loop
-updates positions, lengths and slots on the device, so nothing is synchronised between its steps.
+takes every pass. Short passes on a GPU may be CUDA graphs, ``graphs``. Owns the input buffers. On CPU the host and
+device sides of a buffer are one tensor. A decode loop updates positions, lengths and slots on the device, so nothing is
+synchronised between its steps.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.utils import CpuGpuBuffer
 
+from vllm_tokentiming.engine.vllm_graphs import NO_GRAPH, DraftGraphs, Graph
 from vllm_tokentiming.engine.vllm_kv_cache import DraftKVCache
 
 _SHORT_PASS = 32
@@ -108,6 +111,7 @@ class DraftForward:
         self.max_tokens = max_tokens
         self.max_requests = max_requests
         self.hand_step: HandStep | None = None
+        self.graphs: DraftGraphs | None = None
         # One block more than the longest context: the slots of tokens past it are computed, though never used.
         self._width = -(-config.model_config.max_model_len // cache.block_size) + 1
         self._layer_names = cache.layer_names()
@@ -123,6 +127,7 @@ class DraftForward:
         self._block_table = _buffer(max_requests, self._width, dtype=torch.int32, device=device)
         self._one_each = torch.arange(max_requests + 1, dtype=torch.int32)
         self._one_each_on_device = self._one_each.to(device)
+        self._step_start = torch.zeros(max_requests + 1, dtype=torch.int32, device=device)
         self._rows = torch.arange(max_requests, device=device)
 
     @torch.inference_mode()
@@ -152,14 +157,15 @@ class DraftForward:
         if self.hand_step is not None and tokens <= _SHORT_PASS:
             hidden = self._run_by_hand(self.hand_step, tokens=tokens, rows=rows, query_start=query_start)
             return self.hand_step.logits(hidden[(query_start[1:] - 1).long()])
-        hidden = self._run(
+        common = self._common(
             tokens=tokens,
             rows=rows,
-            query_start=query_start,
-            query_start_cpu=self._query_start.cpu[: rows + 1],
+            query_start=(query_start, self._query_start.cpu[: rows + 1]),
             max_query_len=int(lengths.max()),
             max_seq_len=int((first + lengths).max()),
         )
+        graph = None if self.graphs is None else self.graphs.of_pass(tokens)
+        hidden = self._run(common, tokens=tokens, graph=graph)
         return self._logits(hidden[(query_start[1:] - 1).long()])
 
     def _prefill_by_hand(self, step: HandStep, *, of_row: npt.NDArray[np.int64]) -> torch.Tensor:
@@ -216,15 +222,38 @@ class DraftForward:
             positions % self._cache.block_size,
             out=slots,
         )
-        hidden = self._run(
-            tokens=rows,
-            rows=rows,
-            query_start=self._one_each_on_device[: rows + 1],
-            query_start_cpu=self._one_each[: rows + 1],
+        graph = None if self.graphs is None else self.graphs.of_step(rows)
+        if graph is not None and graph.is_full:
+            common = self._padded_step(rows, graph.num_tokens)
+        else:
+            common = self._common(
+                tokens=rows,
+                rows=rows,
+                query_start=(self._one_each_on_device[: rows + 1], self._one_each[: rows + 1]),
+                max_query_len=1,
+                max_seq_len=self._longest,
+            )
+        return self._logits(self._run(common, tokens=rows, graph=graph)[:rows])
+
+    def use_graphs(self) -> None:
+        """Capture and replay short passes as CUDA graphs from now on; the draft's config says which."""
+        self.graphs = DraftGraphs(
+            self._model, config=self._config, max_tokens=self.max_tokens, max_rows=self.max_requests
+        )
+
+    def _padded_step(self, rows: int, padded: int) -> CommonAttentionMetadata:
+        """A step with rows of no tokens and no context behind its own, as vLLM pads what a whole graph takes."""
+        self._seq_lens.gpu[rows:padded].fill_(0)
+        self._host_seq_lens[rows:padded].fill_(0)
+        query_start = self._step_start[: padded + 1]
+        torch.clamp(self._one_each_on_device[: padded + 1], max=rows, out=query_start)
+        return self._common(
+            tokens=padded,
+            rows=padded,
+            query_start=(query_start, self._one_each[: padded + 1].clamp(max=rows)),
             max_query_len=1,
             max_seq_len=self._longest,
         )
-        return self._logits(hidden)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -233,40 +262,69 @@ class DraftForward:
         with set_forward_context(None, self._config, num_tokens=tokens):
             self._model(input_ids=self._input_ids.gpu[:tokens], positions=self._positions.gpu[:tokens])
 
-    def _run(
+    def _common(
         self,
         *,
         tokens: int,
         rows: int,
-        query_start: torch.Tensor,
-        query_start_cpu: torch.Tensor,
+        query_start: tuple[torch.Tensor, torch.Tensor],
         max_query_len: int,
         max_seq_len: int,
-    ) -> torch.Tensor:
-        positions, slots = self._positions.gpu[:tokens], self._slots.gpu[:tokens]
-        common = CommonAttentionMetadata(
-            query_start_loc=query_start,
-            query_start_loc_cpu=query_start_cpu,
+    ) -> CommonAttentionMetadata:
+        """What attention is told of a pass; ``query_start`` on the device and on the host."""
+        return CommonAttentionMetadata(
+            query_start_loc=query_start[0],
+            query_start_loc_cpu=query_start[1],
             seq_lens=self._seq_lens.gpu[:rows],
             num_reqs=rows,
             num_actual_tokens=tokens,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
             block_table_tensor=self._block_table.gpu[:rows],
-            slot_mapping=slots,
+            slot_mapping=self._slots.gpu[:tokens],
             causal=True,
-            positions=positions,
+            positions=self._positions.gpu[:tokens],
             seq_lens_cpu_upper_bound=self._host_seq_lens[:rows],
         )
-        # Without slot_mapping in the context nothing is written to the cache, silently.
-        with set_forward_context(
-            self._cache.build_metadata(common),
-            self._config,
-            num_tokens=tokens,
-            slot_mapping=dict.fromkeys(self._layer_names, slots),
-        ):
-            hidden: torch.Tensor = self._model(input_ids=self._input_ids.gpu[:tokens], positions=positions)
-        return hidden
+
+    def _run(self, common: CommonAttentionMetadata, *, tokens: int, graph: Graph | None) -> torch.Tensor:
+        """The tokens of the input buffers, and as many of padding behind them as the graph wants: [tokens, H]."""
+        padded = tokens if graph is None else graph.num_tokens
+        self._slots.gpu[tokens:padded].fill_(PAD_SLOT_ID)
+        slot_mapping = dict.fromkeys(self._layer_names, self._slots.gpu[:padded])
+        model = self._model if self.graphs is None else self.graphs.model
+
+        def take(mode: CUDAGraphMode, metadata: dict[str, Any] | None) -> torch.Tensor:
+            # Without slot_mapping in the context nothing is written to the cache, silently.
+            with set_forward_context(
+                metadata,
+                self._config,
+                num_tokens=padded,
+                cudagraph_runtime_mode=mode,
+                batch_descriptor=None if graph is None else graph.descriptor,
+                slot_mapping=None if metadata is None else slot_mapping,
+            ):
+                hidden: torch.Tensor = model(
+                    input_ids=self._input_ids.gpu[:padded], positions=self._positions.gpu[:padded]
+                )
+            return hidden
+
+        metadata = self._cache.build_metadata(common)
+        if graph is None or self.graphs is None:
+            return take(NO_GRAPH, metadata)
+
+        def capture() -> None:
+            if not graph.is_full:
+                # Attention is not recorded but run, on what has not been computed: it must write no KV.
+                take(graph.mode, None)
+                return
+            # A graph keeps what its kernels are told of the longest context. Some backends set lengths to their liking.
+            seq_lens = self._seq_lens.gpu.clone()
+            longest = common.replace(max_seq_len=self._config.model_config.max_model_len)
+            take(graph.mode, self._cache.build_metadata(longest, for_capture=True))
+            self._seq_lens.gpu.copy_(seq_lens)
+
+        return self.graphs.run(graph, take=lambda mode: take(mode, metadata), capture=capture)
 
     def _run_by_hand(
         self, step: HandStep, *, tokens: int, rows: int, query_start: torch.Tensor | None = None

@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, UniformTypeKV
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache, bind_kv_cache, prepare_kernel_block_sizes
 
+from vllm_tokentiming.engine.vllm_graphs import resolve_graph_mode
 from vllm_tokentiming.errors import ConfigError, UnsupportedModelError
 
 try:
@@ -45,11 +46,20 @@ class DraftKVCache:
     attention_groups: tuple[AttentionGroup, ...]
     tensors: tuple[torch.Tensor, ...]
 
-    def build_metadata(self, common: Any) -> dict[str, Any]:
-        """Attention metadata by layer name, for ``set_forward_context``."""
+    def build_metadata(self, common: Any, *, for_capture: bool = False) -> dict[str, Any]:
+        """Attention metadata by layer name, for ``set_forward_context``.
+
+        Args:
+            common: vLLM's ``CommonAttentionMetadata``.
+            for_capture: of the whole model as a CUDA graph; some backends overwrite the lengths then.
+        """
         by_layer: dict[str, Any] = {}
         for group in self.attention_groups:
-            metadata = group.get_metadata_builder().build(common_prefix_len=0, common_attn_metadata=common)
+            builder = group.get_metadata_builder()
+            if for_capture:
+                metadata = builder.build_for_cudagraph_capture(common)
+            else:
+                metadata = builder.build(common_prefix_len=0, common_attn_metadata=common)
             by_layer.update(dict.fromkeys(group.layer_names, metadata))
         return by_layer
 
@@ -102,6 +112,7 @@ def allocate_draft_kv_cache(config: VllmConfig, *, device: torch.device, memory:
     cache_config = kv_cache_planning.get_kv_cache_config_from_groups(config, groups, available_memory=0)
     attention_groups = _attention_groups(cache_config.kv_cache_groups[0], layers)
     kernel_block_size = prepare_kernel_block_sizes(cache_config, [attention_groups])[0]
+    resolve_graph_mode(config, attention_groups)
     for group in attention_groups:
         group.create_metadata_builders(config, device, kernel_block_size=kernel_block_size)
     tensors = allocate_kv_cache(cache_config, device, layout, [kernel_block_size])
