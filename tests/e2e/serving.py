@@ -47,7 +47,7 @@ class Server:
         return True
 
     def metrics(self) -> dict[str, float]:
-        """What /metrics says now: name, or name/value of the label that tells series apart, → value."""
+        """What /metrics says now: name, or name/value of the label that tells series apart, → sum over engines."""
         with OPENER.open(f"{self.url}/metrics", timeout=30) as answer:
             lines = answer.read().decode().splitlines()
         found: dict[str, float] = {}
@@ -59,7 +59,8 @@ class Server:
                     _, there, rest = labels.partition(f'{label}="')
                     if there:
                         name += "/" + rest.partition('"')[0]
-                found[name.replace("_total", "")] = float(value)
+                name = name.replace("_total", "")
+                found[name] = found.get(name, 0.0) + float(value)
         return found
 
 
