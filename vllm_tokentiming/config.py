@@ -58,8 +58,8 @@ class TokenTimingConfig:
     )
     draft_enforce_eager: bool | None = _option(
         None,
-        "run the draft without torch.compile and CUDA graphs; default: as the target, but true on CPU where its steps run "
-        "on vLLM's kernels directly",
+        "run the draft without torch.compile and CUDA graphs; default: as the target, but true on CPU where its steps "
+        "run on vLLM's kernels directly",
     )
     num_draft_tokens: int | None = _option(
         None, "draft forward passes per cycle, at most; default: num_speculative_tokens (the cap on proxy tokens)"

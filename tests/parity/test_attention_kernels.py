@@ -8,6 +8,7 @@ from typing import Any
 import numba
 import numpy as np
 import pytest
+from llvmlite import ir
 from numba import types
 from reference.attention import Numbers, attended, cosines_and_sines, rotated
 from reference.int8_layers import Floats, bfloat16
@@ -158,11 +159,14 @@ def test_the_same_bits_whoever_else_is_there(region: Any) -> None:
 
 
 @pytest.mark.parametrize("is_float32", [False, True])
-@pytest.mark.parametrize("number", [1, 2, 7, 64])
-@pytest.mark.parametrize("queries", [1, attention_tile.QUERIES])
-def test_a_tile(queries: int, number: int, is_float32: bool) -> None:
-    """Exactly, on whole numbers: it adds to what is there, and writes nothing beside it."""
-    tile = attention_tile.tile_of(queries, is_float32=is_float32)
+@pytest.mark.parametrize("columns", [16, 32, 64])
+@pytest.mark.parametrize("queries", range(1, attention_tile.QUERIES + 1))
+@pytest.mark.parametrize("lanes", [8, 16], ids=["AVX2", "AVX-512"])
+def test_a_tile(lanes: int, queries: int, columns: int, is_float32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exactly, on whole numbers: it adds to what is there, and writes nothing beside it. Those of other CPUs, too."""
+    monkeypatch.setattr(attention_tile, "_LANES", lanes)
+    monkeypatch.setattr(attention_tile, "_REGISTER", ir.VectorType(ir.FloatType(), lanes))
+    tile = attention_tile.tile_of(queries, columns=columns, is_float32=is_float32)
 
     @numba.njit
     def multiply(weights: Any, rows: Any, results: Any) -> None:
@@ -171,14 +175,15 @@ def test_a_tile(queries: int, number: int, is_float32: bool) -> None:
             results.ctypes.data, results.strides[0],
         )  # fmt: skip
 
-    random = np.random.default_rng(number)
-    weights = random.integers(-9, 10, (queries, number + 3)).astype(np.float32)
-    rows = random.integers(-9, 10, (number, attention_tile.WIDTH + 5)).astype(np.float32)
-    results = random.integers(-9, 10, (queries + 1, attention_tile.WIDTH + 2)).astype(np.float32)
-    expected = results.copy()
-    expected[:queries, : attention_tile.WIDTH] += weights[:, :number] @ rows[:, : attention_tile.WIDTH]
-    multiply(weights, rows if is_float32 else (rows.view(np.uint32) >> 16).astype(np.uint16), results)
-    assert np.array_equal(results, expected)
+    for number in (1, 2, 7, 64):
+        random = np.random.default_rng(number)
+        weights = random.integers(-9, 10, (queries, number + 3)).astype(np.float32)
+        rows = random.integers(-9, 10, (number, columns + 5)).astype(np.float32)
+        results = random.integers(-9, 10, (queries + 1, columns + 2)).astype(np.float32)
+        expected = results.copy()
+        expected[:queries, :columns] += weights[:, :number] @ rows[:, :columns]
+        multiply(weights, rows if is_float32 else (rows.view(np.uint32) >> 16).astype(np.uint16), results)
+        assert np.array_equal(results, expected)
 
 
 @pytest.mark.parametrize(

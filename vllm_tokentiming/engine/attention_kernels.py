@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from vllm_tokentiming.engine.attention_tile import QUERIES, WIDTH, tile_of
+from vllm_tokentiming.engine.attention_tile import COLUMNS, QUERIES, REST, tile_of
 from vllm_tokentiming.engine.region_kernels import (
     described,
     exponential,
@@ -46,14 +46,11 @@ FIELDS: Final = 19
 queries]; ``POSITIONS`` and ``REQUESTS`` int64 [rows], the latter a row's of ``BLOCK_TABLE``, int32. ``LAYERS`` is int64
 [layers, 2]: a layer's KV, and the description of the region after its attention."""
 
-_TOKENS: Final = 32
-"""Scores that are computed together; a block's size is a multiple."""
-
 
 def why_unfit(*, head_size: int, block_size: int) -> str | None:
     """What keeps KV of this shape from the kernels; None where nothing does."""
-    if head_size % _TOKENS or block_size % _TOKENS:
-        return f"heads of {head_size} numbers in blocks of {block_size} tokens do not divide into {_TOKENS}"
+    if head_size % REST or block_size % REST:
+        return f"heads of {head_size} numbers in blocks of {block_size} tokens do not divide into {REST}"
     return None
 
 
@@ -124,36 +121,58 @@ def rotate_and_store(call: Any, kv: int) -> None:
             narrow(value.view(np.uint32), halves(kv + 2 * of_values, size))
 
 
-_one, _several = (tile_of(queries, is_float32=True) for queries in (1, QUERIES))
-_one_of_halves, _several_of_halves = (tile_of(queries, is_float32=False) for queries in (1, QUERIES))
+def _products_of(queries: int) -> Any:
+    """A kernel that adds so many queries' weights times rows of KV to their results.
+
+    Its arguments: whether the KV is float32; the address of the first query's weights, and bytes to the next's; the
+    address of the first row, how many, and numbers from one to the next; the address of the first query's result,
+    bytes to the next's, and columns, a multiple of ``REST``.
+    """
+    step = COLUMNS[queries]
+    tile, tile_of_halves = (tile_of(queries, columns=step, is_float32=kind) for kind in (True, False))
+    rest, rest_of_halves = (tile_of(queries, columns=REST, is_float32=kind) for kind in (True, False))
+
+    @kernel
+    def add_products(is_float32: bool, weights: Any, rows: Any, results: Any) -> None:
+        first, to_next = weights
+        kv, number, length = rows
+        result, to_next_result, columns = results
+        column = 0
+        while column < columns:
+            into = result + 4 * column
+            if columns - column >= step:
+                if is_float32:
+                    tile(first, to_next, kv + 4 * column, 4 * length, number, into, to_next_result)
+                else:
+                    tile_of_halves(first, to_next, kv + 2 * column, 2 * length, number, into, to_next_result)
+                column += step
+            else:
+                if is_float32:
+                    rest(first, to_next, kv + 4 * column, 4 * length, number, into, to_next_result)
+                else:
+                    rest_of_halves(first, to_next, kv + 2 * column, 2 * length, number, into, to_next_result)
+                column += REST
+
+    return add_products
+
+
+_products_of_one, _products_of_two, _products_of_three, _products_of_four = (
+    _products_of(queries) for queries in range(1, QUERIES + 1)
+)
 
 
 @kernel
-def _add_products(call: Any, queries: int, weights: Any, rows: Any, results: Any) -> None:
-    """Add weights times rows of KV to results.
-
-    Args:
-        call: the pass.
-        queries: 1 or ``QUERIES``.
-        weights: addresses: of the first query's weights, and bytes to the next's.
-        rows: address of the first, how many, and numbers from one to the next.
-        results: address of the first query's, bytes to the next's, and columns.
-    """
-    first, to_next = weights
-    kv, number, length = rows
-    result, to_next_result, columns = results
-    size = 4 if call[IS_FLOAT32] != 0 else 2
-    for column in range(0, columns, WIDTH):
-        at, into = kv + size * column, result + 4 * column
-        if queries == 1:
-            if size == 4:
-                _one(first, to_next, at, size * length, number, into, to_next_result)
-            else:
-                _one_of_halves(first, to_next, at, size * length, number, into, to_next_result)
-        elif size == 4:
-            _several(first, to_next, at, size * length, number, into, to_next_result)
-        else:
-            _several_of_halves(first, to_next, at, size * length, number, into, to_next_result)
+def _add_products(of: Any, weights: Any, rows: Any, results: Any) -> None:
+    """``of``: how many queries, and whether the KV is float32; the rest as for ``_products_of``."""
+    queries, is_float32 = of
+    if queries == 1:
+        _products_of_one(is_float32, weights, rows, results)
+    elif queries == 2:
+        _products_of_two(is_float32, weights, rows, results)
+    elif queries == 3:
+        _products_of_three(is_float32, weights, rows, results)
+    else:
+        _products_of_four(is_float32, weights, rows, results)
 
 
 @kernel_in_any_order
@@ -188,63 +207,95 @@ def _longest(call: Any) -> int:
 
 
 @kernel
-def _together(call: Any, row: int, rows: int) -> int:
-    """How many of these rows, from this one on, are taken at once: those of one request, in order."""
-    if rows < QUERIES:
-        return 1
-    requests, positions = integers(call[REQUESTS], call[ROWS]), integers(call[POSITIONS], call[ROWS])
-    for i in range(1, QUERIES):
-        if requests[row + i] != requests[row] or positions[row + i] != positions[row] + i:
-            return 1
-    return QUERIES
+def _has_long_runs(call: Any) -> bool:
+    """Whether the pass has, on the average, as many rows of a request as can be taken at once."""
+    requests = integers(call[REQUESTS], call[ROWS])
+    runs = 1
+    for row in range(1, call[ROWS]):
+        runs += requests[row] != requests[row - 1]
+    return bool(call[ROWS] >= QUERIES * runs)
 
 
 @kernel
-def _attend_together(call: Any, kv: int, head: int, rows: Any, scores: Any) -> None:
-    """What one head of some rows of a request finds; ``scores`` float32 [QUERIES, tokens], overwritten."""
-    row, queries = rows
+def _rows_together(call: Any, row: int, most: int) -> int:
+    """How many rows can be taken at once from this one on: those of one request, in order."""
+    requests, positions = integers(call[REQUESTS], call[ROWS]), integers(call[POSITIONS], call[ROWS])
+    rows = 1
+    while (
+        rows < min(most, QUERIES)
+        and requests[row + rows] == requests[row]
+        and positions[row + rows] == positions[row] + rows
+    ):
+        rows += 1
+    return rows
+
+
+@kernel
+def _attend_together(call: Any, kv: int, first: Any, queries: Any, scores: Any) -> None:
+    """What some queries find that look at the same KV.
+
+    Args:
+        call: the pass.
+        kv: this layer's.
+        first: row and head of the first query.
+        queries: how many, and 1 where each is of the next row, 0 where it is the next head of the same row.
+        scores: float32 [QUERIES, tokens], overwritten.
+    """
+    row, head = first
+    number, is_next_row = queries
     heads, kv_heads, size, block_size = call[HEADS], call[KV_HEADS], call[HEAD_SIZE], call[BLOCK_SIZE]
-    number_size = 4 if call[IS_FLOAT32] != 0 else 2
+    is_float32 = call[IS_FLOAT32] != 0
+    number_size = 4 if is_float32 else 2
     context = integers(call[POSITIONS], call[ROWS])[row] + 1
-    longest = context + queries - 1
+    longest = context + (number - 1) * is_next_row
     table = _table(call, row)
     of_head = head // (heads // kv_heads) * call[HEAD_STRIDE]
     width = heads + 2 * kv_heads
-    of_queries = (call[QKV] + 4 * size * (row * width + head), 4 * size * width)
-    scores[:queries] = np.float32(0.0)
+    of_queries = (call[QKV] + 4 * size * (row * width + head), 4 * size * (width if is_next_row else 1))
+    results = call[ATTENDED] + 4 * size * (row * heads + head)
+    to_next_result = 4 * size * (heads if is_next_row else 1)
+    scores[:number] = np.float32(0.0)
     to_next = 4 * scores.shape[1]
     for begin in range(0, longest, block_size):
-        tokens = min(block_size, (longest - begin + _TOKENS - 1) // _TOKENS * _TOKENS)
+        tokens = min(block_size, (longest - begin + REST - 1) // REST * REST)
         keys = kv + number_size * (table[begin // block_size] * call[BLOCK_STRIDE] + of_head)
-        _add_products(
-            call, queries, of_queries, (keys, size, block_size), (scores.ctypes.data + 4 * begin, to_next, tokens)
-        )
-    results = call[ATTENDED] + 4 * size * (row * heads + head)
-    for query in range(queries):
-        of_query = scores[query, : context + query]
+        into = (scores.ctypes.data + 4 * begin, to_next, tokens)
+        _add_products((number, is_float32), of_queries, (keys, size, block_size), into)
+    for query in range(number):
+        end = context + query * is_next_row
+        of_query = scores[query, :end]
         _weigh(of_query, _largest(of_query))
         share_of_one = np.float32(1.0) / _total(of_query)
         for i in range(len(of_query)):
             of_query[i] *= share_of_one
-        scores[query, context + query : longest] = np.float32(0.0)
-        result = floats(results + 4 * size * heads * query, size)
+        scores[query, end:longest] = np.float32(0.0)
+        result = floats(results + to_next_result * query, size)
         result[:] = np.float32(0.0)
     for begin in range(0, longest, block_size):
         tokens = min(block_size, longest - begin)
         values = kv + number_size * (table[begin // block_size] * call[BLOCK_STRIDE] + of_head + size * block_size)
         weights = (scores.ctypes.data + 4 * begin, to_next)
-        _add_products(call, queries, weights, (values, tokens, size), (results, 4 * size * heads, size))
+        _add_products((number, is_float32), weights, (values, tokens, size), (results, to_next_result, size))
 
 
 @kernel
 def attend(call: Any, kv: int) -> None:
-    """What each row's heads find at this layer's KV, from the row's own token back. Each thread its share."""
-    rows = call[ROWS]
-    unit, end = share(rows * call[HEADS], thread_number(), number_of_threads())
-    tokens = (_longest(call) + _TOKENS - 1) // _TOKENS * _TOKENS
-    scores = np.empty((QUERIES, tokens), np.float32)
+    """What each row's heads find at this layer's KV, from the row's own token back. Each thread its share.
+
+    KV is read once for several rows of a request, in a prompt, or for several heads that share it.
+    """
+    rows, heads = call[ROWS], call[HEADS]
+    group = heads // call[KV_HEADS]
+    unit, end = share(rows * heads, thread_number(), number_of_threads())
+    scores = np.empty((QUERIES, (_longest(call) + REST - 1) // REST * REST), np.float32)
+    by_rows = _has_long_runs(call)
     while unit < end:
-        head, row = unit // rows, unit % rows
-        queries = _together(call, row, min(end - unit, rows - row))
-        _attend_together(call, kv, head, (row, queries), scores)
+        if by_rows:
+            head, row = unit // rows, unit % rows
+            queries = _rows_together(call, row, min(end - unit, rows - row))
+            _attend_together(call, kv, (row, head), (queries, 1), scores)
+        else:
+            row, head = unit // heads, unit % heads
+            queries = min(end - unit, group - head % group, QUERIES)
+            _attend_together(call, kv, (row, head), (queries, 0), scores)
         unit += queries

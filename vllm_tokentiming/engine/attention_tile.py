@@ -1,10 +1,10 @@
 """How are some weights multiplied with rows of KV, so that a result does not depend on how many are taken together?
 
 Scores are sums over a head's numbers of query times keys, outputs are sums over tokens of weight times values: both are
-one product. A tile of it, some queries by ``WIDTH`` columns, stays in registers while it goes along the rows; each row
-is read, and widened from bfloat16, once for all queries. Even and odd rows have sums of their own, since the next
-addition to a register waits for the last one. Fused multiply-adds are asked for by name: left to the compiler, one
-query might be rounded otherwise than four.
+one product. A tile of it, some queries by some columns, stays in registers while it goes along the rows; each row is
+read, and widened from bfloat16, once for all queries. However a product is cut into tiles, a number is the sum over the
+rows in their order. Fused multiply-adds are asked for by name: left to the compiler, one query might be rounded
+otherwise than four.
 """
 
 from __future__ import annotations
@@ -18,28 +18,33 @@ from numba.core import cgutils
 
 from vllm_tokentiming.engine.int8_dot import INSTRUCTIONS, VNNI, typed_intrinsic
 
-_HAS_WIDE_REGISTERS: Final = INSTRUCTIONS == VNNI
+_LANES: Final = 16 if INSTRUCTIONS == VNNI else 8
+"""Numbers in a register, of which there are 32 with AVX-512 and 16 without."""
 
-WIDTH: Final = 32 if _HAS_WIDE_REGISTERS else 16
-"""Columns of a tile."""
+QUERIES: Final = 4
+"""Most queries of a tile."""
 
-QUERIES: Final = 4 if _HAS_WIDE_REGISTERS else 2
-"""Most queries of a tile: with both sums they take half of the registers."""
+COLUMNS: Final = {1: 64, 2: 64, 3: 64, 4: 64} if INSTRUCTIONS == VNNI else {1: 64, 2: 32, 3: 32, 4: 16}
+"""Of a tile, by its queries. An addition to a register waits for the last one, so a tile has enough of them; with AVX2
+more would not stay in registers."""
+
+REST: Final = 32
+"""Columns of the tiles behind those: what is multiplied has a multiple of these."""
 
 _FLOAT, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_LANES: Final = ir.VectorType(_FLOAT, WIDTH)
+_REGISTER: Final = ir.VectorType(_FLOAT, _LANES)
 
 
-def tile_of(queries: int, *, is_float32: bool) -> Any:
-    """An intrinsic that adds the products of so many queries' weights with rows of ``WIDTH`` numbers to their results.
+def tile_of(queries: int, *, columns: int, is_float32: bool) -> Any:
+    """An intrinsic that adds the products of so many queries' weights with rows of KV to their results.
 
     Called with addresses and numbers, int64: the weights of the first query, float32, and bytes to those of the next;
-    the first row, float32 or bfloat16, and bytes to the next; how many rows; the first query's result, float32
-    [WIDTH], and bytes to that of the next.
+    the first row, ``columns`` numbers of float32 or bfloat16, and bytes to the next; how many rows; the first query's
+    result, float32 [columns], and bytes to that of the next.
     """
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        _emit(builder, queries, is_float32, arguments)
+        _emit(builder, (queries, columns // _LANES), is_float32, arguments)
         return context.get_dummy_value()
 
     @typed_intrinsic
@@ -58,47 +63,48 @@ def tile_of(queries: int, *, is_float32: bool) -> Any:
     return tile
 
 
-def _emit(builder: Any, queries: int, is_float32: bool, arguments: Any) -> None:
+def _emit(builder: Any, shape: tuple[int, int], is_float32: bool, arguments: Any) -> None:
+    """``shape``: queries, and registers of columns."""
     weights, to_next_weights, rows, to_next_row, number, results, to_next_result = arguments
+    queries, parts = shape
     multiply_add = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(_LANES, [_LANES] * 3), f"llvm.fma.v{WIDTH}f32"
+        builder.module, ir.FunctionType(_REGISTER, [_REGISTER] * 3), f"llvm.fma.v{_LANES}f32"
     )
-    zero = ir.Constant(_LANES, [0.0] * WIDTH)
-    sums = {place: cgutils.alloca_once_value(builder, zero) for place in itertools.product(range(2), range(queries))}
-
-    def take(row: Any, parity: int) -> None:
-        numbers = _numbers_at(builder, builder.add(rows, builder.mul(row, to_next_row)), is_float32)
-        for query in range(queries):
-            of_query = builder.add(weights, builder.mul(to_next_weights, _I64(query)))
-            weight = _spread(builder, builder.add(of_query, builder.mul(row, _I64(4))))
-            slot = sums[parity, query]
-            builder.store(builder.call(multiply_add, [weight, numbers, builder.load(slot)]), slot)
-
-    with cgutils.for_range(builder, builder.lshr(number, _I64(1)), intp=_I64) as loop:
-        for parity in range(2):
-            take(builder.add(builder.mul(loop.index, _I64(2)), _I64(parity)), parity)
-    with builder.if_then(builder.trunc(number, ir.IntType(1))):
-        take(builder.sub(number, _I64(1)), 0)
-    for query in range(queries):
-        address = builder.add(results, builder.mul(to_next_result, _I64(query)))
-        place = builder.inttoptr(address, _LANES.as_pointer())
-        both = builder.fadd(builder.load(sums[0, query]), builder.load(sums[1, query]))
-        builder.store(builder.fadd(builder.load(place, align=4), both), place, align=4)
+    zero = ir.Constant(_REGISTER, [0.0] * _LANES)
+    sums = {
+        place: cgutils.alloca_once_value(builder, zero) for place in itertools.product(range(queries), range(parts))
+    }
+    with cgutils.for_range(builder, number, intp=_I64) as loop:
+        row = builder.add(rows, builder.mul(loop.index, to_next_row))
+        of_row = builder.add(weights, builder.mul(loop.index, _I64(4)))
+        spread = [
+            _spread(builder, builder.add(of_row, builder.mul(to_next_weights, _I64(query)))) for query in range(queries)
+        ]
+        for part in range(parts):
+            size = _LANES * (4 if is_float32 else 2)
+            numbers = _numbers_at(builder, builder.add(row, _I64(size * part)), is_float32)
+            for query in range(queries):
+                slot = sums[query, part]
+                builder.store(builder.call(multiply_add, [spread[query], numbers, builder.load(slot)]), slot)
+    for (query, part), slot in sums.items():
+        of_query = builder.add(results, builder.mul(to_next_result, _I64(query)))
+        place = builder.inttoptr(builder.add(of_query, _I64(4 * _LANES * part)), _REGISTER.as_pointer())
+        builder.store(builder.fadd(builder.load(place, align=4), builder.load(slot)), place, align=4)
 
 
 def _numbers_at(builder: Any, address: Any, is_float32: bool) -> Any:
     if is_float32:
-        return builder.load(builder.inttoptr(address, _LANES.as_pointer()), align=4)
+        return builder.load(builder.inttoptr(address, _REGISTER.as_pointer()), align=4)
     # bfloat16 is the upper half of a float32.
-    halves = builder.load(builder.inttoptr(address, ir.VectorType(_I16, WIDTH).as_pointer()), align=2)
-    words_type = ir.VectorType(_I32, WIDTH)
-    words = builder.shl(builder.zext(halves, words_type), ir.Constant(words_type, [16] * WIDTH))
-    return builder.bitcast(words, _LANES)
+    halves = builder.load(builder.inttoptr(address, ir.VectorType(_I16, _LANES).as_pointer()), align=2)
+    words_type = ir.VectorType(_I32, _LANES)
+    words = builder.shl(builder.zext(halves, words_type), ir.Constant(words_type, [16] * _LANES))
+    return builder.bitcast(words, _REGISTER)
 
 
 def _spread(builder: Any, address: Any) -> Any:
     """A number in every lane."""
     value = builder.load(builder.inttoptr(address, _FLOAT.as_pointer()), align=4)
-    nothing = ir.Constant(_LANES, ir.Undefined)
-    every = ir.Constant(ir.VectorType(_I32, WIDTH), [0] * WIDTH)
+    nothing = ir.Constant(_REGISTER, ir.Undefined)
+    every = ir.Constant(ir.VectorType(_I32, _LANES), [0] * _LANES)
     return builder.shuffle_vector(builder.insert_element(nothing, value, _I32(0)), nothing, every)
