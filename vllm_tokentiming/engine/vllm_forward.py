@@ -321,8 +321,10 @@ class DraftForward:
             # A graph keeps what its kernels are told of the longest context. Some backends set lengths to their liking.
             seq_lens = self._seq_lens.gpu.clone()
             longest = common.replace(max_seq_len=self._config.model_config.max_model_len)
-            take(graph.mode, self._cache.build_metadata(longest, for_capture=True))
-            self._seq_lens.gpu.copy_(seq_lens)
+            try:
+                take(graph.mode, self._cache.build_metadata(longest, for_capture=True))
+            finally:
+                self._seq_lens.gpu.copy_(seq_lens)
 
         return self.graphs.run(graph, take=lambda mode: take(mode, metadata), capture=capture)
 

@@ -16,7 +16,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -89,25 +88,15 @@ class DraftGraphs:
         config: its own, after :func:`resolve_graph_mode`.
         max_tokens: most tokens of a pass, padding included.
         max_rows: most rows of a decode step, padding included.
-        capturing: what capturing happens in; another than the default for tests.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        config: VllmConfig,
-        max_tokens: int,
-        max_rows: int,
-        capturing: Callable[[], AbstractContextManager[None]] | None = None,
-    ) -> None:
+    def __init__(self, model: Any, *, config: VllmConfig, max_tokens: int, max_rows: int) -> None:
         mode = config.compilation_config.cudagraph_mode
         is_wrapped = mode.has_full_cudagraphs()
         self.model = CUDAGraphWrapper(model, config, runtime_mode=CUDAGraphMode.FULL) if is_wrapped else model
         self._dispatcher = CudagraphDispatcher(config)
         self._dispatcher.initialize_cudagraph_keys(mode)
         self._max_tokens, self._max_rows = max_tokens, max_rows
-        self._capturing = capturing or _capturing_on_a_stream_of_its_own
         self._captured: set[Graph] = set()
         self._failed = False
 
@@ -152,7 +141,7 @@ class DraftGraphs:
         hidden = take(NO_GRAPH)
         begun = time.perf_counter()
         try:
-            with self._capturing():
+            with _capturing_on_a_stream_of_its_own():
                 capture()
         except Exception:
             self._failed = True
