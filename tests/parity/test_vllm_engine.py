@@ -57,9 +57,9 @@ def computed(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     passes: list[int] = []
     run = engine._forward._run
 
-    def counting(*, tokens: int, **rest: Any) -> torch.Tensor:
+    def counting(common: Any, *, tokens: int, **rest: Any) -> torch.Tensor:
         passes.append(tokens)
-        return run(tokens=tokens, **rest)
+        return run(common, tokens=tokens, **rest)
 
     kind = type(engine._forward.hand_step)
     step = kind.__call__
