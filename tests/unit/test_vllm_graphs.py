@@ -223,10 +223,7 @@ def test_passes_are_what_they_are_without_graphs(mode: CUDAGraphMode) -> None:
 def test_a_size_is_captured_once_and_by_a_pass_that_is_not_lost(caplog) -> None:
     caplog.set_level(logging.INFO, logger=vllm_graphs.logger.name)
     graphs = DraftGraphs(
-        SimpleNamespace(),
-        config=make_config(CUDAGraphMode.FULL_AND_PIECEWISE),
-        max_tokens=MAX_TOKENS,
-        max_rows=MAX_ROWS,
+        None, config=make_config(CUDAGraphMode.FULL_AND_PIECEWISE), max_tokens=MAX_TOKENS, max_rows=MAX_ROWS
     )
     taken, captures = [], []
     graph = graphs.of_step(3)

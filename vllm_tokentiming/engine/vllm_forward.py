@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.utils import CpuGpuBuffer
 
-from vllm_tokentiming.engine.vllm_graphs import NO_GRAPH, DraftGraphs, Graph
+from vllm_tokentiming.engine.vllm_graphs import DraftGraphs, Graph
 from vllm_tokentiming.engine.vllm_kv_cache import DraftKVCache
 
 _SHORT_PASS = 32
@@ -223,16 +223,13 @@ class DraftForward:
             out=slots,
         )
         graph = None if self.graphs is None else self.graphs.of_step(rows)
+        padded, query_start = rows, (self._one_each_on_device[: rows + 1], self._one_each[: rows + 1])
         if graph is not None and graph.is_full:
-            common = self._padded_step(rows, graph.num_tokens)
-        else:
-            common = self._common(
-                tokens=rows,
-                rows=rows,
-                query_start=(self._one_each_on_device[: rows + 1], self._one_each[: rows + 1]),
-                max_query_len=1,
-                max_seq_len=self._longest,
-            )
+            padded = graph.num_tokens
+            query_start = self._pad_step(rows, padded)
+        common = self._common(
+            tokens=padded, rows=padded, query_start=query_start, max_query_len=1, max_seq_len=self._longest
+        )
         return self._logits(self._run(common, tokens=rows, graph=graph)[:rows])
 
     def use_graphs(self) -> None:
@@ -241,19 +238,17 @@ class DraftForward:
             self._model, config=self._config, max_tokens=self.max_tokens, max_rows=self.max_requests
         )
 
-    def _padded_step(self, rows: int, padded: int) -> CommonAttentionMetadata:
-        """A step with rows of no tokens and no context behind its own, as vLLM pads what a whole graph takes."""
+    def _pad_step(self, rows: int, padded: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put rows of no tokens and no context behind a step's own, as vLLM pads what a whole graph takes.
+
+        Returns:
+            where each row's tokens begin, int32 [padded + 1], on the device and on the host.
+        """
         self._seq_lens.gpu[rows:padded].fill_(0)
         self._host_seq_lens[rows:padded].fill_(0)
         query_start = self._step_start[: padded + 1]
         torch.clamp(self._one_each_on_device[: padded + 1], max=rows, out=query_start)
-        return self._common(
-            tokens=padded,
-            rows=padded,
-            query_start=(query_start, self._one_each[: padded + 1].clamp(max=rows)),
-            max_query_len=1,
-            max_seq_len=self._longest,
-        )
+        return query_start, self._one_each[: padded + 1].clamp(max=rows)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -289,8 +284,10 @@ class DraftForward:
 
     def _run(self, common: CommonAttentionMetadata, *, tokens: int, graph: Graph | None) -> torch.Tensor:
         """The tokens of the input buffers, and as many of padding behind them as the graph wants: [tokens, H]."""
-        padded = tokens if graph is None else graph.num_tokens
-        self._slots.gpu[tokens:padded].fill_(PAD_SLOT_ID)
+        padded = tokens
+        if graph is not None:
+            padded = graph.num_tokens
+            self._slots.gpu[tokens:padded].fill_(PAD_SLOT_ID)
         slot_mapping = dict.fromkeys(self._layer_names, self._slots.gpu[:padded])
         model = self._model if self.graphs is None else self.graphs.model
 
@@ -311,7 +308,7 @@ class DraftForward:
 
         metadata = self._cache.build_metadata(common)
         if graph is None or self.graphs is None:
-            return take(NO_GRAPH, metadata)
+            return take(CUDAGraphMode.NONE, metadata)
 
         def capture() -> None:
             if not graph.is_full:

@@ -57,9 +57,6 @@ class Graph:
         return bool(self.mode == CUDAGraphMode.FULL)
 
 
-NO_GRAPH: Final = CUDAGraphMode.NONE
-
-
 def resolve_graph_mode(config: VllmConfig, groups: list[AttentionGroup]) -> None:
     """Leave in the draft's config the graphs that its attention backends can be part of; before their builders exist.
 
@@ -138,7 +135,7 @@ class DraftGraphs:
         """
         if graph in self._captured:
             return take(graph.mode)
-        hidden = take(NO_GRAPH)
+        hidden = take(CUDAGraphMode.NONE)
         begun = time.perf_counter()
         try:
             with _capturing_on_a_stream_of_its_own():
