@@ -165,16 +165,17 @@ class ExpectedAcceptance:
 def use_configuration(llm: Any, draft: str, configuration: dict[str, Any]) -> None:
     """Exchange the proposal mode of the running proposer."""
     from vllm_tokentiming import TokenTimingConfig
-    from vllm_tokentiming.draft_length import DraftLength
     from vllm_tokentiming.proposal_modes import ProposalMode
     from vllm_tokentiming.repeats import RepeatAcceptance
+    from vllm_tokentiming.vllm_adapter.start_up import build_length
 
-    pipeline = model_runner(llm).drafter._pipeline
+    proposer = model_runner(llm).drafter
+    pipeline = proposer._pipeline
     # Modes are compared at the same number of draft steps, unless a configuration says otherwise.
     options = TokenTimingConfig.from_mapping(
         {"draft_model": draft, "adaptive_length": False, "repeats": False, **configuration}
     )
-    pipeline._length = DraftLength() if options.adaptive_length else None
+    pipeline._length = build_length(options, proposer._max_proposal)
     pipeline._repeats = RepeatAcceptance() if options.repeats else None
     pipeline._mode = ProposalMode(pipeline._mode._pair, options)
     if pipeline._mode.restricts_draft:

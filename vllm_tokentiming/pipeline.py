@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vllm_tokentiming.draft_length import FIXED_WORTH, DraftLength, DraftRow, RequestAcceptance
+from vllm_tokentiming.draft_length import DraftLength, DraftRow, RequestAcceptance
 from vllm_tokentiming.engine.interface import DraftedTokens, DraftEngine, DraftRequest
 from vllm_tokentiming.errors import UnencodableTextError
 from vllm_tokentiming.metrics import Metrics
@@ -94,9 +94,8 @@ class Pipeline:
     Args:
         mode: how drafts are sampled and become proposals.
         engine: runs the draft.
-        num_draft_tokens: draft steps in a cycle, at most.
+        length: how much is drafted.
         metrics: counts.
-        length: how much of that pays; None: always all of it.
         repeats: how repeats of a request's own text fare; None: none are proposed.
     """
 
@@ -105,16 +104,14 @@ class Pipeline:
         *,
         mode: ProposalMode,
         engine: DraftEngine,
-        num_draft_tokens: int,
+        length: DraftLength,
         metrics: Metrics,
-        length: DraftLength | None = None,
         repeats: RepeatAcceptance | None = None,
     ) -> None:
         self._mode = mode
         self._engine = engine
-        self._num_draft_tokens = num_draft_tokens
-        self._metrics = metrics
         self._length = length
+        self._metrics = metrics
         self._repeats = repeats
         self._states: dict[str, _RequestState] = {}
 
@@ -141,18 +138,14 @@ class Pipeline:
             allow_rows: False where rows would not fit the buffer: every proposal is then a point mass. Known before
                 anything is drawn, because dropping rows by what came out would look at drawn values.
         """
-        length = self._length
-        if length is None:
-            return self._propose(requests, allow_rows=allow_rows, speculates=True)
-        now = time.perf_counter()
         known = [request for request in requests if request is not None]
-        length.begin_cycle(
-            now,
+        self._length.begin_cycle(
+            time.perf_counter(),
             {request.request_id: len(request.ids_in_target_vocab) for request in known},
             samples=any(request.temperature > 0 for request in known),
         )
-        proposals = self._propose(requests, allow_rows=allow_rows, speculates=length.speculates())
-        length.end_cycle(time.perf_counter(), num_proposed=sum(map(len, proposals.ids_in_target_vocab)))
+        proposals = self._propose(requests, allow_rows=allow_rows, speculates=self._length.speculates())
+        self._length.end_cycle(time.perf_counter(), num_proposed=sum(map(len, proposals.ids_in_target_vocab)))
         return proposals
 
     def _propose(self, requests: Sequence[TargetRequest | None], *, allow_rows: bool, speculates: bool) -> Proposals:
@@ -177,7 +170,7 @@ class Pipeline:
                 self._metrics.silent(tokens.reason.value)
             if tokens.ids_in_draft_vocab:
                 request, row = candidate.request, candidate.row
-                steps = len(row.confidences) if self._length is not None else row.max_steps
+                steps = self._length.steps_to_propose(row)
                 drafts[candidate.place] = Draft(
                     tokens.ids_in_draft_vocab[:steps],
                     None if tokens.law_ids is None else tokens.law_ids[:steps],
@@ -225,7 +218,7 @@ class Pipeline:
             )
             row = DraftRow(
                 acceptance=state.acceptance,
-                max_steps=self._most_steps(request.max_proposal),
+                max_steps=self._length.most_steps(request.max_proposal),
                 sampled=arm.sharpening > 0,
             )
             candidates.append(_Candidate(index, request, state, arm, row))
@@ -236,7 +229,7 @@ class Pipeline:
 
     def _without_costly_repeats(self, candidates: list[_Candidate]) -> list[_Candidate]:
         """Where nothing is drafted, repeats pay for the pass that verifies them, or go; those of a seed always stay."""
-        if self._length is None or self._repeats is None:
+        if self._repeats is None:
             return candidates
         free = [c.repeat for c in candidates if c.repeat is not None and not c.state.acceptance.alone]
         tokens = sum(len(repeat.ids_in_target_vocab) for repeat in free)
@@ -246,12 +239,6 @@ class Pipeline:
         for _ in free:
             self._metrics.silent("not_worthwhile")
         return [c for c in candidates if c.repeat is None or c.state.acceptance.alone]
-
-    def _most_steps(self, max_proposal: int) -> int:
-        # A fixed length is fixed at the end of a request, too.
-        if self._length is None and max_proposal > 0:
-            return self._num_draft_tokens
-        return min(self._num_draft_tokens, max_proposal)
 
     def _state_of(self, request: TargetRequest) -> _RequestState:
         state = self._states.get(request.request_id)
@@ -283,8 +270,7 @@ class Pipeline:
             self._repeats.observe(candidate.repeat, accepted)
             return
         state.policy.observe(candidate.arm, accepted)
-        if self._length is not None:
-            self._length.observe_row(candidate.row, accepted_tokens=accepted, num_proposed=proposed)
+        self._length.observe_row(candidate.row, accepted_tokens=accepted, num_proposed=proposed)
 
     def _repeat(self, request: TargetRequest, state: _RequestState, *, speculates: bool) -> Repeat | None:
         """What followed the same words earlier in the text, where that is likelier to pay than a draft."""
@@ -294,9 +280,7 @@ class Pipeline:
         repeat = state.repeats.find(request.max_proposal)
         if repeat is None:
             return None
-        worth = FIXED_WORTH
-        if self._length is not None:
-            worth = self._length.worth(state.acceptance, speculates=speculates)
+        worth = self._length.worth(state.acceptance, speculates=speculates)
         return repeat if self._repeats.expected(repeat, alone=state.acceptance.alone) > worth else None
 
     def _commit(self, request: TargetRequest, state: _RequestState) -> bool:
@@ -341,10 +325,8 @@ class Pipeline:
             )
             for _, request, state, arm, row, _ in candidates
         ]
-        stop_rule = None
-        if self._length is not None:
-            missing = max(len(each.state.context.ids) - each.state.num_stable for each in candidates)
-            stop_rule = self._length.pace([each.row for each in candidates], missing_tokens=missing)
+        missing = max(len(each.state.context.ids) - each.state.num_stable for each in candidates)
+        stop_rule = self._length.pace([each.row for each in candidates], missing_tokens=missing)
         try:
             drafted = self._engine.draft(requests, stop_rule)
         except Exception as error:  # noqa: BLE001 - whatever an engine raises, the step goes on

@@ -34,6 +34,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from benchmarks.provenance import provenance
 from vllm_tokentiming.config import TokenTimingConfig
+from vllm_tokentiming.draft_length import FixedLength
 from vllm_tokentiming.engine.interface import DraftedTokens, DraftRequest
 from vllm_tokentiming.metrics import STAGES, Metrics
 from vllm_tokentiming.pair import Pair
@@ -128,9 +129,8 @@ class Server:
         self.engine = ReplayedDraft()
         self.metrics = Metrics(CollectorRegistry())
         self.mode = ProposalMode(pair, options)
-        self._pipeline = Pipeline(
-            mode=self.mode, engine=self.engine, num_draft_tokens=MAX_PROPOSAL, metrics=self.metrics
-        )
+        length = FixedLength(num_draft_tokens=MAX_PROPOSAL)
+        self._pipeline = Pipeline(mode=self.mode, engine=self.engine, length=length, metrics=self.metrics)
         self._reader = BatchReader(max_model_len=MAX_MODEL_LEN, max_proposal=MAX_PROPOSAL)
         vocab_size = pair.target.model_vocab_size
         self._rows = DraftRows(vocab_size=vocab_size, device=torch.device("cpu"), max_rows=batch * MAX_PROPOSAL)

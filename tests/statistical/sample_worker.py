@@ -41,10 +41,10 @@ def shift_rows() -> None:
 
 def stop_drafts_early(llm: Any) -> None:
     """Drafting never pays between models this small, so by the clock there would be nothing to test."""
-    from vllm_tokentiming.draft_length import DraftLength
+    from vllm_tokentiming.vllm_adapter.start_up import build_length
 
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    worker.model_runner.drafter._pipeline._length = DraftLength(timed=False)
+    proposer = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
+    proposer._pipeline._length = build_length(proposer._options, proposer._max_proposal, timed=False)
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ CORE = ROOMS | {
     "pair",
     "policy",
     "draft_length",
+    "adaptive_length",
     "cycle_costs",
     "repeats",
     "metrics",
@@ -38,7 +39,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "pair": ROOMS | {"errors", "config"},
     "metrics": frozenset({"errors", "config"}),
     "policy": frozenset({"errors", "config"}),
-    "draft_length": frozenset({"errors", "config", "cycle_costs"}),
+    "draft_length": frozenset({"engine"}),  # the stop rule that it may hand out
+    "adaptive_length": frozenset({"draft_length", "cycle_costs"}),
     "cycle_costs": frozenset(),
     "repeats": frozenset({"errors", "config"}),
     "proposal_modes": ROOMS | {"errors", "config", "pair", "policy"},

@@ -1,4 +1,4 @@
-"""The choice whether to speculate, where the simulated server of test_draft_length cannot bring it."""
+"""The choice whether to speculate, where the simulated server of test_adaptive_length cannot bring it."""
 
 from __future__ import annotations
 

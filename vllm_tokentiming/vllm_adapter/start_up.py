@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from vllm_tokentiming.adaptive_length import AdaptiveLength
 from vllm_tokentiming.config import TokenTimingConfig
-from vllm_tokentiming.draft_length import DraftLength
+from vllm_tokentiming.draft_length import DraftLength, FixedLength
 from vllm_tokentiming.metrics import Metrics
 from vllm_tokentiming.pair import Pair
 from vllm_tokentiming.pipeline import Pipeline
@@ -40,6 +41,14 @@ def build_engine(config: VllmConfig, options: TokenTimingConfig) -> DraftEngine:
     return VllmDraftEngine(config, options)
 
 
+def build_length(options: TokenTimingConfig, max_proposal: int, *, timed: bool = True) -> DraftLength:
+    """How much is drafted; ``timed``: what a cycle takes may decide."""
+    num_draft_tokens = options.num_draft_tokens or max_proposal
+    if options.adaptive_length:
+        return AdaptiveLength(num_draft_tokens=num_draft_tokens, timed=timed)
+    return FixedLength(num_draft_tokens=num_draft_tokens)
+
+
 def build_pipeline(config: VllmConfig, options: TokenTimingConfig, *, max_proposal: int, metrics: Metrics) -> Pipeline:
     """Load the draft and both vocabularies, warm everything up, and log one line about the pair.
 
@@ -65,10 +74,9 @@ def build_pipeline(config: VllmConfig, options: TokenTimingConfig, *, max_propos
     pipeline = Pipeline(
         mode=mode,
         engine=engine,
-        num_draft_tokens=options.num_draft_tokens or max_proposal,
-        metrics=metrics,
         # Ranks have a clock each, and must draft alike.
-        length=DraftLength(timed=config.parallel_config.tensor_parallel_size == 1) if options.adaptive_length else None,
+        length=build_length(options, max_proposal, timed=config.parallel_config.tensor_parallel_size == 1),
+        metrics=metrics,
         repeats=RepeatAcceptance() if options.repeats else None,
     )
     shared = overlap(target, draft)

@@ -4,9 +4,14 @@ import random
 
 import pytest
 
-from vllm_tokentiming.draft_length import DraftLength, DraftRow, RequestAcceptance
+from vllm_tokentiming.adaptive_length import AdaptiveLength
+from vllm_tokentiming.draft_length import DraftRow, FixedLength, RequestAcceptance
 
 MOST = 8
+
+
+def adaptive(*, timed=True):
+    return AdaptiveLength(num_draft_tokens=MOST, timed=timed)
 
 
 class Server:
@@ -62,7 +67,7 @@ class Server:
 
     def rate(self, *, cycles, fixed=None, length=None):
         """Tokens a second; the estimates learn in the first third, which does not count."""
-        length = length or DraftLength()
+        length = length or adaptive()
         for _ in range(cycles // 3):
             self.cycle(length, fixed=fixed)
         before, began = self.tokens, self.now
@@ -117,7 +122,7 @@ def test_few_tokens_at_sizes_never_seen_are_no_slower_than_without(sizes, qualit
     """A server that was just started, and 64 tokens for each request of a batch that is full before long."""
 
     def rates(fixed=None):
-        length, now = DraftLength(), 0.0
+        length, now = adaptive(), 0.0
         for batch in sizes:
             costs = {"draft": 0.03, "verify": 0.3, "per_token": 0.005, "batch": batch}
             server = Server(**costs, chance=lambda c: quality * c + 0.1, confidence=lambda rng: rng.random())
@@ -139,7 +144,7 @@ def test_fewer_tokens_are_drafted_when_verifying_them_takes_time():
 
 
 def test_comes_back_when_a_draft_gets_better():
-    length = DraftLength()
+    length = adaptive()
     server = Server(draft=0.05, chance=lambda _: 0.0, confidence=lambda rng: rng.random())
     server.rate(cycles=300, length=length)
     assert sum(server.drafted[-50:]) < 25
@@ -154,7 +159,7 @@ def good_draft():
 
 def good_draft_after(slow_cycles, *, verify, cycles):
     """A good draft's server, whose first passes are slow."""
-    server, length = good_draft(), DraftLength()
+    server, length = good_draft(), adaptive()
     usual, server.verify = server.verify, verify
     for _ in range(slow_cycles):
         server.cycle(length)
@@ -179,7 +184,7 @@ def test_a_machine_that_speeds_up_and_slows_down_does_not_change_the_choice(seed
     """Neighbours on a shared machine: everything takes up to twice as long, for some seconds."""
 
     def share_with_drafts(server):
-        dice, length = random.Random(seed), DraftLength()
+        dice, length = random.Random(seed), adaptive()
         draft, verify, drafted = server.draft, server.verify, 0
         for cycle in range(600):
             if cycle % 23 == 0:
@@ -197,7 +202,7 @@ def test_a_machine_that_speeds_up_and_slows_down_does_not_change_the_choice(seed
 @pytest.mark.parametrize("samples", [False, True])
 def test_a_good_request_after_poor_ones_is_drafted_for_at_once(samples):
     """Whether the poor ones are of its kind or not."""
-    length = DraftLength()
+    length = adaptive()
     kinds = {"good": good_draft(), "poor": Server(draft=0.05, chance=lambda _: 0.05, confidence=lambda _: 0.5)}
     drafted = {name: [] for name in kinds}
     for turn in range(24):
@@ -213,7 +218,7 @@ def test_a_good_request_after_poor_ones_is_drafted_for_at_once(samples):
 
 
 def test_a_pause_between_requests_teaches_nothing():
-    length = DraftLength()
+    length = adaptive()
     server = Server(draft=0.02, chance=lambda _: 0.8, confidence=lambda _: 0.8)
     usual = server.rate(cycles=900, length=length)
     for request in range(20):
@@ -245,7 +250,7 @@ def test_the_last_request_of_a_batch_drafts_as_one_that_was_always_alone(seed):
         "chance": lambda value: value,
         "confidence": lambda rng: rng.uniform(0.5, 1),
     }
-    length, server = DraftLength(), Server(**costs, batch=16, seed=seed)
+    length, server = adaptive(), Server(**costs, batch=16, seed=seed)
     server.rate(cycles=200, length=length)
     server.batch, server.lengths = 1, dict(list(server.lengths.items())[:1])
     server.acceptance = {request: server.acceptance[request] for request in server.lengths}
@@ -258,7 +263,7 @@ def test_the_last_request_of_a_batch_drafts_as_one_that_was_always_alone(seed):
 
 
 def test_a_request_with_a_seed_depends_on_nothing_but_its_own_laws():
-    fresh, experienced = DraftLength(), DraftLength()
+    fresh, experienced = adaptive(), adaptive()
     Server(draft=0.2, batch=4, per_token=0.1, chance=lambda _: 0.05, confidence=lambda _: 0.9).rate(
         cycles=100, length=experienced
     )
@@ -269,7 +274,7 @@ def test_a_request_with_a_seed_depends_on_nothing_but_its_own_laws():
 def test_without_a_clock_ranks_decide_alike():
     def steps(draft):
         server = Server(draft=draft, batch=3, chance=lambda c: c, confidence=lambda rng: rng.choice([0.2, 0.9]), seed=4)
-        server.rate(cycles=100, length=DraftLength(timed=False))
+        server.rate(cycles=100, length=adaptive(timed=False))
         return server.drafted
 
     quick, slow = steps(0.001), steps(3.0)
@@ -279,7 +284,7 @@ def test_without_a_clock_ranks_decide_alike():
 
 def test_repeats_alone_do_not_speak_against_drafting():
     """A cycle in which every request repeats its own text drafts nothing, and yet it is one of speculation."""
-    length = DraftLength()
+    length = adaptive()
     server = Server(draft=0.02, chance=lambda _: 0.7, confidence=lambda _: 0.7)
     for cycle in range(300):
         if cycle % 2:
@@ -310,7 +315,7 @@ def test_repeats_of_a_batch_are_proposed_where_they_pay_for_verifying_them(tile,
 
 
 def test_not_a_number_counts_as_no_confidence():
-    length = DraftLength()
+    length = adaptive()
     row = DraftRow(acceptance=RequestAcceptance(alone=False), max_steps=5, sampled=False)
     length.pace([row], missing_tokens=0).more([0], [float("nan")])
     assert row.confidences == [0]
@@ -319,7 +324,24 @@ def test_not_a_number_counts_as_no_confidence():
 @pytest.mark.parametrize("most", [1, 3])
 def test_no_more_steps_than_a_request_has_room_for(most):
     row = DraftRow(acceptance=RequestAcceptance(alone=False), max_steps=most, sampled=False)
-    pace = DraftLength().pace([row], missing_tokens=0)
+    pace = adaptive().pace([row], missing_tokens=0)
     while pace.more([0], [0.99]):
         pass
     assert len(row.confidences) == most
+
+
+def test_a_fixed_length_drafts_all_that_it_says_and_proposes_all_of_it():
+    length = FixedLength(num_draft_tokens=3)
+    assert [length.most_steps(proposal) for proposal in (0, 1, 9)] == [0, 3, 3]
+    row = DraftRow(acceptance=RequestAcceptance(alone=False), max_steps=3, sampled=True)
+    length.begin_cycle(0.0, {"a": 10})
+    assert length.speculates()
+    assert length.pace([row], missing_tokens=0) is None
+    assert length.steps_to_propose(row) == 3
+    length.end_cycle(1.0, num_proposed=3)
+    length.observe_row(row, accepted_tokens=0, num_proposed=3)
+    assert length.speculates()
+
+
+def test_an_adaptive_length_drafts_no_more_than_can_be_proposed():
+    assert [adaptive().most_steps(proposal) for proposal in (0, 1, 9)] == [0, 1, MOST]
