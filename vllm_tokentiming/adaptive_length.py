@@ -20,15 +20,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from vllm_tokentiming.cycle_costs import CycleCosts, Rate
-from vllm_tokentiming.draft_length import FIXED_WORTH, DraftRow, RequestAcceptance
+from vllm_tokentiming.draft_length import FIXED_THRESHOLD, FIXED_WORTH, DraftRow, RequestAcceptance
 
 _BUCKETS: Final = 10
 """Of the draft's confidence, the largest probability of its law."""
 _PRIOR_STEPS: Final = 20.0
 _MEMORY: Final = 0.999
 _LEAST_WORTH: Final = 0.3
-_FIXED_THRESHOLD: Final = 0.2
-"""Least reach · α for another step where it must not depend on times or on other requests."""
+_LEAST_CHANCE: Final = 0.05
+"""Of a token that costs nothing to propose: to verify it takes 1 to 4 % of a pass, which noise may hide."""
 _MANY: Final = 4
 """Requests whose repeats average out."""
 _CATCHING_UP: Final = 32
@@ -99,7 +99,7 @@ class Pace:
             row.reach *= chance
             gain = row.reach * following
             alone = row.acceptance.alone
-            if len(row.confidences) >= row.max_steps or gain <= (_FIXED_THRESHOLD if alone else self._token_cost):
+            if len(row.confidences) >= row.max_steps or gain <= (FIXED_THRESHOLD if alone else self._token_cost):
                 row.stopped = True
             elif alone:
                 must = True
@@ -182,13 +182,12 @@ class AdaptiveLength:
     def pace(self, rows: Sequence[DraftRow], *, missing_tokens: int) -> Pace:
         """Weighs each step against what the server makes in its time."""
         costs = self._costs_of(self._cycle)
-        rate, steps_per_second = costs.rate.value * len(self._cycle.lengths), costs.drafting.value
+        steps_per_second = costs.drafting.value
         self._pace = Pace(
             self,
             rows,
-            step_cost=rate / steps_per_second if steps_per_second else 0.0,
-            # Unknown costs must not invite the longest draft of all.
-            token_cost=rate * costs.verify.slope if self._timed and rate else _FIXED_THRESHOLD,
+            step_cost=self._rate / steps_per_second if steps_per_second else 0.0,
+            token_cost=self._token_cost(),
             missing_tokens=missing_tokens,
         )
         return self._pace
@@ -222,6 +221,10 @@ class AdaptiveLength:
         learned, factor = self._acceptance[row.sampled], row.acceptance.factor
         return min(0.99, learned.of(bucket) * factor), min(0.99, learned.mean * factor)
 
+    def least_chance(self, row: DraftRow) -> float:
+        """What verifying one more token costs, if that can be told from nothing."""
+        return FIXED_THRESHOLD if row.acceptance.alone else max(self._token_cost(), _LEAST_CHANCE)
+
     def observe_row(self, row: DraftRow, *, accepted_tokens: int, num_proposed: int) -> None:
         """Learn by confidence; the share of accepted proxy tokens is taken for that of the drafted ones."""
         self._drafted.add(accepted_tokens, 1.0)
@@ -230,6 +233,17 @@ class AdaptiveLength:
             learned = self._acceptance[row.sampled]
             row.acceptance.add(accepted=place < accepted, expected=learned.of(bucket))
             learned.add(bucket, accepted=place < accepted)
+
+    def _token_cost(self) -> float:
+        """Tokens that the server makes in the time that verifying one more takes."""
+        # Unknown costs must not invite the longest draft of all.
+        known = self._timed and self._rate > 0.0
+        return self._rate * self._costs_of(self._cycle).verify.slope if known else FIXED_THRESHOLD
+
+    @property
+    def _rate(self) -> float:
+        """Tokens a second, of the whole batch."""
+        return self._costs_of(self._cycle).rate.value * len(self._cycle.lengths)
 
     def _observe(self, cycle: _Cycle, *, tokens: int, seconds: float) -> None:
         batch = len(cycle.lengths)

@@ -15,6 +15,8 @@ from vllm_tokentiming.engine.interface import StopRule
 
 FIXED_WORTH: Final = 1.5
 """Of a draft, in tokens, where it is not known or must not be."""
+FIXED_THRESHOLD: Final = 0.2
+"""Least chance that a token is accepted for it to be worth a place, where times and other requests must not tell."""
 _REQUEST_PRIOR: Final = 4.0
 
 
@@ -111,6 +113,13 @@ class DraftLength(Protocol):
             expected: of these, how many are likely to be accepted.
         """
 
+    def least_chance(self, row: DraftRow) -> float:
+        """How likely a token that costs nothing to propose must be accepted for it to be worth verifying.
+
+        Args:
+            row: of the request whose draft it follows.
+        """
+
     def observe_row(self, row: DraftRow, *, accepted_tokens: int, num_proposed: int) -> None:
         """What the verifier made of a proposal.
 
@@ -161,6 +170,11 @@ class FixedLength:
         """They do: they come with the drafts of others."""
         del tokens, expected
         return True
+
+    def least_chance(self, row: DraftRow) -> float:
+        """A guess, likewise."""
+        del row
+        return FIXED_THRESHOLD
 
     def observe_row(self, row: DraftRow, *, accepted_tokens: int, num_proposed: int) -> None:
         """Nothing is learned from it."""

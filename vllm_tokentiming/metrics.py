@@ -36,6 +36,12 @@ class Metrics:
             "repeats": _counter(
                 registry, "vllm:tokentiming_repeats", "Proposals that repeat the request's own text.", []
             ),
+            "appended_tokens": _counter(
+                registry,
+                "vllm:tokentiming_appended_tokens",
+                "Proposed tokens that repeat the request's own text after its draft.",
+                [],
+            ),
             "draft_tokens": _counter(
                 registry, "vllm:tokentiming_draft_tokens", "Tokens drafted, in the draft's vocabulary.", []
             ),
@@ -62,10 +68,13 @@ class Metrics:
         self.silences[reason] += 1
         self._silences.labels(reason).inc()
 
-    def proposed(self, *, draft_tokens: int, proxy_tokens: int, is_repeat: bool = False) -> None:
+    def proposed(
+        self, *, draft_tokens: int, proxy_tokens: int, appended_tokens: int = 0, is_repeat: bool = False
+    ) -> None:
         """One request has a proposal."""
         self._cycle["repeats"] += is_repeat
         self._cycle["proposals"] += 1
+        self._cycle["appended_tokens"] += appended_tokens
         self._cycle["draft_tokens"] += draft_tokens
         self._cycle["proxy_tokens"] += proxy_tokens
 

@@ -86,6 +86,8 @@ class _Proposed(NamedTuple):
     num_tokens: int
     known_tokens: int
     candidate: _Candidate
+    appended: Repeat | None
+    """Its last tokens, where they repeat the text after a draft."""
 
 
 class Pipeline:
@@ -180,7 +182,12 @@ class Pipeline:
                     request.seed is not None,
                 )
         proposals = self._proposals(drafts)
-        self._remember(candidates, drafts, proposals)
+        appended = self._repeats_after(drafting, proposals)
+        if appended:
+            proposals = proposals.with_appended(
+                [appended[place].ids_in_target_vocab if place in appended else [] for place in range(len(requests))]
+            )
+        self._remember(candidates, drafts, proposals, appended)
         self._metrics.spent("proposal", time.perf_counter() - begun)
         return proposals
 
@@ -263,12 +270,17 @@ class Pipeline:
         """What the verifier made of the last proposal."""
         if state.proposal is None:
             return
-        (proposed, known, candidate), state.proposal = state.proposal, None
+        (proposed, known, candidate, appended), state.proposal = state.proposal, None
         # The verifier adds one token of its own to those that it accepted.
         accepted = min(max(len(request.ids_in_target_vocab) - known - 1, 0), proposed)
         if candidate.repeat is not None and self._repeats is not None:
             self._repeats.observe(candidate.repeat, accepted)
             return
+        if appended is not None and self._repeats is not None:
+            proposed -= len(appended.ids_in_target_vocab)
+            if accepted >= proposed:
+                self._repeats.observe(appended, accepted - proposed)
+                accepted = proposed
         state.policy.observe(candidate.arm, accepted)
         self._length.observe_row(candidate.row, accepted_tokens=accepted, num_proposed=proposed)
 
@@ -355,14 +367,43 @@ class Pipeline:
                     self._metrics.warn_once("proposal_failed", "a draft could not be made a proposal", exc_info=True)
             return self._mode.proposals(drafts)
 
-    def _remember(self, candidates: Sequence[_Candidate], drafts: Sequence[Draft], proposals: Proposals) -> None:
+    def _repeats_after(self, candidates: Sequence[_Candidate], proposals: Proposals) -> dict[int, Repeat]:
+        """What followed earlier in the text where it went like its end and the draft's proposal, by place."""
+        repeats: dict[int, Repeat] = {}
+        if self._repeats is None:
+            return repeats
+        for place, request, state, _, row, _ in candidates:
+            proposed = proposals.ids_in_target_vocab[place]
+            repeat = state.repeats.find(request.max_proposal - len(proposed), after=proposed) if proposed else None
+            if repeat is not None:
+                repeat = self._repeats.worthwhile(
+                    repeat, reach=row.reach, least=self._length.least_chance(row), alone=row.acceptance.alone
+                )
+            if repeat is not None:
+                repeats[place] = repeat
+        return repeats
+
+    def _remember(
+        self,
+        candidates: Sequence[_Candidate],
+        drafts: Sequence[Draft],
+        proposals: Proposals,
+        appended: dict[int, Repeat],
+    ) -> None:
         """Count proposals, and keep what the next cycle will tell about."""
         for candidate in candidates:
             drafted = len(drafts[candidate.place].ids_in_draft_vocab)
             count = len(proposals.ids_in_target_vocab[candidate.place])
             if count:
-                self._metrics.proposed(draft_tokens=drafted, proxy_tokens=count, is_repeat=candidate.repeat is not None)
-                candidate.state.proposal = _Proposed(count, len(candidate.request.ids_in_target_vocab), candidate)
+                repeat = appended.get(candidate.place)
+                self._metrics.proposed(
+                    draft_tokens=drafted,
+                    proxy_tokens=count,
+                    appended_tokens=len(repeat.ids_in_target_vocab) if repeat is not None else 0,
+                    is_repeat=candidate.repeat is not None,
+                )
+                known = len(candidate.request.ids_in_target_vocab)
+                candidate.state.proposal = _Proposed(count, known, candidate, repeat)
             elif drafted:
                 self._metrics.silent("no_proxy_tokens")
 

@@ -4,7 +4,11 @@ The longest suffix of the text that stands in it once more is looked up, as prom
 vLLM's ``ngram``), but in an index that grows with the text, so a cycle costs what its new tokens cost and not a scan;
 and the length of the match is known, on which the chance that the repeat goes on depends.
 
-Exactness: the proposal is a function of committed tokens alone, so a point mass is its law.
+Also looked up is the text with a draft's proposal after it: what followed there is appended to the proposal.
+
+Exactness: a repeat is a function of committed tokens, and of tokens proposed before it where it is appended to these;
+so the law of each of its tokens, given what was revealed before, is a point mass (docs/losslessness.md, "Point masses
+are always right").
 
 Owns: :class:`RequestRepeats` one request's index, :class:`RepeatAcceptance` what the server learned.
 """
@@ -58,8 +62,21 @@ class RequestRepeats:
         for end in range(first, len(ids)):
             ends[ids[end - 3], ids[end - 2], ids[end - 1]] = end
 
-    def find(self, most: int) -> Repeat | None:
-        """At most ``most`` tokens that followed the last occurrence of the text's end; None where there was none."""
+    def find(self, most: int, *, after: Sequence[int] = ()) -> Repeat | None:
+        """At most ``most`` tokens that followed the last occurrence of the text's end; None where there was none.
+
+        Args:
+            most: tokens.
+            after: what may come next: the end that is looked up is that of the text with it.
+        """
+        known = len(self._ids)
+        self._ids += after
+        try:
+            return self._find(most)
+        finally:
+            del self._ids[known:]
+
+    def _find(self, most: int) -> Repeat | None:
         ids = self._ids
         end = self._ends.get(tuple(ids[-SHORTEST_MATCH:]))
         if end is None or most <= 0:
@@ -82,11 +99,30 @@ class RepeatAcceptance:
         self._seen = [_PRIOR_TOKENS] * len(_LENGTH_BUCKETS)
         self._accepted = [_PRIOR_TOKENS * chance for chance in _FIRST_CHANCE]
 
-    def expected(self, repeat: Repeat, *, alone: bool) -> float:
-        """Tokens of a repeat that are expected to be accepted; ``alone``: as if nothing had been seen yet."""
+    def chance(self, repeat: Repeat, *, alone: bool) -> float:
+        """That of each of its tokens, those before it accepted; ``alone``: as if nothing had been seen yet."""
         bucket = _bucket(repeat.match_length)
-        chance = _FIRST_CHANCE[bucket] if alone else self._accepted[bucket] / self._seen[bucket]
+        return _FIRST_CHANCE[bucket] if alone else self._accepted[bucket] / self._seen[bucket]
+
+    def expected(self, repeat: Repeat, *, alone: bool) -> float:
+        """Tokens of a repeat that are expected to be accepted; ``alone``: likewise."""
+        chance = self.chance(repeat, alone=alone)
         return chance * (1.0 - chance ** len(repeat.ids_in_target_vocab)) / max(1.0 - chance, 1e-9)
+
+    def worthwhile(self, repeat: Repeat, *, reach: float, least: float, alone: bool) -> Repeat | None:
+        """As many of a repeat's tokens as are likely enough to be accepted, after others; None where none is.
+
+        Args:
+            repeat: what is to follow those.
+            reach: chance that they are accepted.
+            least: and that of each token of the repeat, at least.
+            alone: as above.
+        """
+        chance, count = self.chance(repeat, alone=alone), 0
+        while count < len(repeat.ids_in_target_vocab) and reach * chance > least:
+            reach *= chance
+            count += 1
+        return Repeat(repeat.ids_in_target_vocab[:count], repeat.match_length) if count else None
 
     def observe(self, repeat: Repeat, accepted: int) -> None:
         """What the verifier accepted of a repeat."""

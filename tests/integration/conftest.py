@@ -89,7 +89,14 @@ def jobs() -> list[dict[str, Any]]:
         job("adaptive", speculative(adaptive_length=True, repeats=True), *COMMON, *LIFE, *FEATURES, "greedy"),
         job("chunked", {**speculative(), **CHUNKED}, "long_prompts", "seeded_long_prompts"),
         job("short draft", speculative(draft_max_model_len=64), "long_prompts", "seeded_long_prompts", "near_the_end"),
-        job("repeats", {**speculative(repeats=True), **COMPACT}, *COMMON, "structured", "abort_and_reuse"),
+        # Fewer drafted tokens than may be proposed leave room for repeats after them.
+        job(
+            "repeats",
+            {**speculative(repeats=True, num_draft_tokens=2), **COMPACT},
+            *COMMON,
+            "structured",
+            "abort_and_reuse",
+        ),
         job("point_mass", speculative(transfer="point_mass"), "greedy", "mixed"),
         job("tli", {**speculative(transfer="tli"), **COMPACT}, "greedy", "mixed", "structured"),
         job("slem", speculative(transfer="slem"), "greedy", "mixed"),

@@ -17,6 +17,12 @@ def test_greedy_output_is_that_of_no_speculation(answer, job):
     assert not [reason for reason in found["silences"] if reason.endswith("_failed")]
 
 
+def test_repeats_stand_alone_and_follow_drafts(answer):
+    totals = [answer("repeats", scenario)["totals"] for scenario in ("greedy", "mixed")]
+    assert sum(found["repeats"] for found in totals) > 0
+    assert sum(found["appended_tokens"] for found in totals) > 0
+
+
 def test_greedy_output_does_not_depend_on_the_batch(answer):
     alone = answer("exact", "greedy_one_by_one")["value"]
     assert alone == answer("none", "greedy")["value"][: len(alone)]

@@ -107,6 +107,32 @@ def reference_rule(world, *, extendable=(), linked=always_linked, check_every_ca
     return rule
 
 
+def appending(world, rule, *, withdraws=False):
+    """A rule whose proposals go on with tokens that depend on those before them, up to two; one in three goes on.
+
+    Args:
+        world: the vocabularies.
+        rule: proposes.
+        withdraws: wrongly takes the last proposed token back where nothing follows it.
+    """
+
+    def longer(drafted: Drafted) -> ProposalRows:
+        proposal = rule(drafted)
+        proposed = tuple(token for token, _ in proposal)
+        if not proposed:
+            return proposal
+        # Whether it pays may depend on the laws: all of them are known by then.
+        most = min(noise("append", proposed) % 3, 1 + int(float(np.max(drafted.law_probs[-1])) > 0.5))
+        if withdraws and most == 0:
+            return proposal[:-1]
+        for _ in range(most):
+            token = noise("follows", tuple(token for token, _ in proposal)) % len(world.target)
+            proposal = [*proposal, (token, {token: 1.0})]
+        return proposal
+
+    return longer
+
+
 def noise(*key) -> int:
     return zlib.crc32(repr(key).encode())
 

@@ -2,7 +2,7 @@
 
 Arguments: one JSON object with ``speculative`` (a ``--speculative-config``, or null), ``samples`` (for each law),
 ``laws`` (name → sampling parameters), ``depth`` (tokens counted), ``shift_rows`` (deliberately hands every request its
-neighbour's rows), ``stops`` (drafts stop early, by rules that look at no clock), ``seed``.
+neighbour's rows), ``stops`` (drafts stop early, by rules that look at no clock, and texts repeat others), ``seed``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR")
@@ -39,12 +41,45 @@ def shift_rows() -> None:
     DraftRows.fill = fill
 
 
+def proposer_of(llm: Any) -> Any:
+    """The plugin's object in an engine of this process."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
+
+
 def stop_drafts_early(llm: Any) -> None:
-    """Drafting never pays between models this small, so by the clock there would be nothing to test."""
+    """Drafting never pays between models this small, so by the clock there would be nothing to test.
+
+    All repeats that there are are appended to drafts, worth it or not.
+    """
     from vllm_tokentiming.vllm_adapter.start_up import build_length
 
-    proposer = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
-    proposer._pipeline._length = build_length(proposer._options, proposer._max_proposal, timed=False)
+    proposer = proposer_of(llm)
+    length = build_length(proposer._options, proposer._max_proposal, timed=False)
+    length.least_chance = lambda _row: 0.0  # type: ignore[method-assign]
+    proposer._pipeline._length = length
+
+
+def repeat_other_texts(llm: Any) -> None:
+    """Texts this short hardly ever repeat themselves: what follows a token in the target's greedy texts is taken."""
+    from vllm import SamplingParams
+
+    from vllm_tokentiming.repeats import Repeat, RequestRepeats
+
+    greedy = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True, detokenize=False)
+    follows: dict[int, int] = {}
+    for output in llm.generate(list(PROMPTS), greedy, use_tqdm=False):
+        ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        follows.update(pairwise(ids))
+
+    def find(self: RequestRepeats, most: int, *, after: Sequence[int] = ()) -> Repeat | None:
+        last = [*self._ids, *after][-1]
+        ids = [last]
+        while len(ids) <= most and ids[-1] in follows:
+            ids.append(follows[ids[-1]])
+        # Long matches are likely enough to be proposed instead of a draft, short ones are appended to it.
+        return Repeat(ids[1:], 16 if last % 3 == 0 else 3) if len(ids) > 1 else None
+
+    RequestRepeats.find = find
 
 
 def main() -> None:
@@ -69,6 +104,7 @@ def main() -> None:
         seed=job["seed"],
     )
     if job.get("stops"):
+        repeat_other_texts(llm)
         stop_drafts_early(llm)
     dice = random.Random(job["seed"])
     requests: list[tuple[str, str, SamplingParams]] = []
@@ -90,6 +126,8 @@ def main() -> None:
     speculation = {
         m.name: m.value for m in llm.get_metrics() if m.name.startswith("vllm:spec_decode") and hasattr(m, "value")
     }
+    if job["speculative"]:
+        speculation |= proposer_of(llm)._metrics.totals
     print(json.dumps({"counts": counts, "seconds": seconds, "speculation": speculation}), file=answers, flush=True)
     answers.close()
     # The engine's shutdown can hang at interpreter exit; everything is printed.

@@ -99,6 +99,10 @@ def test_the_law_of_the_first_tokens_is_the_targets(transfer):
 def test_the_law_is_the_targets_where_drafts_stop_early_and_texts_repeat():
     adaptive = speculation("exact", repeats=True)
     (result,) = comparisons(adaptive, laws=ONE_LAW, samples=DEFAULT_SAMPLES, stops=True)
+    counted = run(adaptive, laws=ONE_LAW, samples=DEFAULT_SAMPLES, seed=2, stops=True)["speculation"]
+    assert counted["appended_tokens"] > DEFAULT_SAMPLES / 20
+    # They are found out not to pay before long.
+    assert counted["repeats"] > DEFAULT_SAMPLES / 100
     assert result.p > 0.01, result
     assert result.total_variation < result.noise, result
 

@@ -9,6 +9,7 @@ from reference.enumeration import GO_ON, LAST, STOP, outcome
 from reference.toy_rules import (
     CHARACTERS,
     LETTERS,
+    appending,
     faulty_encoder,
     faulty_link,
     product_rule,
@@ -115,6 +116,17 @@ def test_exact_when_drafting_stops_on_a_law(stop):
             assert outcome(toy, product_rule(toy, extendable=extendable), steps=3, depth=3, stop=stop).distance < EXACT
 
 
+@pytest.mark.parametrize("stop", [stop_at_flat_law, last_at_flat_law])
+@pytest.mark.parametrize("alphabet", [LETTERS, CHARACTERS], ids=["letters", "split-characters"])
+def test_exact_when_more_tokens_are_appended(alphabet, stop):
+    """As many as the draft's laws say, and which the proposed tokens say."""
+    for seed in range(3):
+        toy = world(seed, alphabet=alphabet)
+        for extendable in sets(toy):
+            rule = appending(toy, product_rule(toy, extendable=extendable))
+            assert outcome(toy, rule, steps=2, depth=4, stop=stop).distance < EXACT
+
+
 def test_exact_rows_beat_point_masses_and_proposals_are_not_empty():
     gains = []
     for seed in range(6):
@@ -157,6 +169,16 @@ def test_enumeration_finds_a_stop_taken_for_a_plan():
         ).distance
         for seed in range(6)
     ]
+    assert max(distances) > 0.01
+
+
+def test_enumeration_finds_tokens_withdrawn_for_what_follows_them():
+    """Appending may look at the last proposed token; proposing that token only where something follows may not."""
+    distances = []
+    for seed in range(6):
+        toy = world(seed, ends=False)
+        rule = appending(toy, product_rule(toy, extendable=(0, 1)), withdraws=True)
+        distances.append(outcome(toy, rule, steps=2, depth=3).distance)
     assert max(distances) > 0.01
 
 

@@ -345,3 +345,20 @@ def test_a_fixed_length_drafts_all_that_it_says_and_proposes_all_of_it():
 
 def test_an_adaptive_length_drafts_no_more_than_can_be_proposed():
     assert [adaptive().most_steps(proposal) for proposal in (0, 1, 9)] == [0, 1, MOST]
+
+
+def test_a_token_for_free_must_be_as_likely_as_verifying_it_costs():
+    server = {"draft": 0.01, "batch": 8, "chance": lambda c: c, "confidence": lambda rng: rng.choice([0.5, 0.9])}
+    row = DraftRow(acceptance=RequestAcceptance(alone=False), max_steps=3, sampled=True)
+    alone = DraftRow(acceptance=RequestAcceptance(alone=True), max_steps=3, sampled=True)
+    first = adaptive().least_chance(row)
+    assert first == adaptive(timed=False).least_chance(row) == FixedLength(num_draft_tokens=3).least_chance(row)
+
+    def learned(**costs):
+        length = adaptive()
+        Server(**server, **costs).rate(cycles=400, length=length)
+        assert length.least_chance(alone) == first
+        return length.least_chance(row)
+
+    free, dear = learned(), learned(per_token=0.004)
+    assert 0.0 < free < 0.1 < dear < 1.0

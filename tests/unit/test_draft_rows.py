@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vllm_tokentiming.transfer.interface import Proposals, SparseRows
 from vllm_tokentiming.vllm_adapter.draft_rows import DraftRows
@@ -91,3 +93,31 @@ def test_rows_at_their_tokens_hold_a_scalar_each(draft_rows):
     )
     gathered = gather_as_vllm_does(rows, [2, 0, 1])
     torch.testing.assert_close(gathered, torch.stack([dense({1: 0.5}), dense({5: 1.0}), dense({2: 0.25})]))
+
+
+LAWS = st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([0.25, 0.5, 1.0]), min_size=1, max_size=3)
+TOKENS = st.integers(0, VOCAB - 1)
+
+
+@given(
+    requests=st.lists(
+        st.tuples(st.lists(st.tuples(TOKENS, LAWS), max_size=3), st.lists(TOKENS, max_size=3)), min_size=1, max_size=4
+    )
+)
+def test_appended_tokens_are_point_masses_after_those_of_their_request(requests):
+    proposals = proposals_of(*(proposed for proposed, _ in requests))
+    longer = proposals.with_appended([appended for _, appended in requests])
+    expected = proposals_of(
+        *([*proposed, *((token, {token: 1.0}) for token in appended)] for proposed, appended in requests)
+    )
+    assert longer.ids_in_target_vocab == expected.ids_in_target_vocab
+
+    def entries(rows):
+        return dict(zip(rows.places.tolist(), rows.probs.tolist(), strict=True))
+
+    assert entries(longer.rows) == entries(expected.rows)
+    assert len(longer.rows.places) == len(entries(longer.rows))
+
+
+def test_point_masses_need_no_rows_when_more_are_appended():
+    assert Proposals([[1], []]).with_appended([[2, 3], [4]]) == Proposals([[1, 2, 3], [4]], None)

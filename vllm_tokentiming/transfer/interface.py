@@ -66,3 +66,30 @@ class Proposals(NamedTuple):
 
     ids_in_target_vocab: list[list[int]]
     rows: SparseRows | None = None
+
+    def with_appended(self, appended: Sequence[Sequence[int]]) -> Proposals:
+        """The same, and point masses after the tokens of each request: ``appended`` [requests], ids of the target's."""
+        ids = [[*before, *after] for before, after in zip(self.ids_in_target_vocab, appended, strict=True)]
+        if self.rows is None or not any(appended):
+            return Proposals(ids, self.rows)
+        places, probs, vocab_size = self.rows
+        counts = np.fromiter(map(len, self.ids_in_target_vocab), dtype=np.int64, count=len(ids))
+        extra = np.fromiter(map(len, appended), dtype=np.int64, count=len(ids))
+        # A request's rows move down by what was appended to the requests before it.
+        moved = np.repeat(np.cumsum(extra) - extra, counts)
+        first_of_appended = np.cumsum(counts + extra) - extra
+        new = [
+            (row + place) * vocab_size + token
+            for row, tokens in zip(first_of_appended.tolist(), appended, strict=True)
+            for place, token in enumerate(tokens)
+        ]
+        return Proposals(
+            ids,
+            SparseRows(
+                places=np.concatenate(
+                    [places + moved[places // vocab_size] * vocab_size, np.array(new, dtype=np.int64)]
+                ),
+                probs=np.concatenate([probs, np.ones(len(new), dtype=np.float32)]),
+                vocab_size=vocab_size,
+            ),
+        )
