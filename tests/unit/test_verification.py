@@ -184,6 +184,21 @@ def test_numbers_at_the_ends_give_tokens_of_the_law():
     assert verification.draw(torch.zeros(1, 5), torch.zeros(1, dtype=torch.float64)) == [4]
 
 
+@pytest.mark.parametrize("size", [5, 128, 640, 1000])
+def test_drawing_by_blocks_inverts_the_running_sum(size):
+    generator = np.random.default_rng(size)
+    law = torch.tensor(generator.exponential(size=(300, size)) ** 4, dtype=torch.float32)
+    law[generator.random((300, size)) < 0.7] = 0.0  # whole blocks and ends without probability
+    law[:, size // 2] += 1e-3
+    numbers = generator.random(300)
+    numbers[:4] = [0.0, np.nextafter(1.0, 0.0), 1e-12, 1 - 1e-12]
+    drawn = verification.draw(law, torch.from_numpy(numbers))
+    for token, row, number in zip(drawn, law.double().numpy(), numbers, strict=True):
+        upper = row[: token + 1].sum() / row.sum()
+        assert row[token] > 0.0
+        assert upper - row[token] / row.sum() - 1e-6 <= number <= upper + 1e-6
+
+
 def test_a_seed_draws_from_the_law_of_the_logits():
     """A million seeds, by χ². What has no probability is never drawn; a seed gives its token alone and in a batch."""
     torch.manual_seed(3)
