@@ -8,86 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import Final
 
 from vllm_tokentiming.draft_length import DraftLength, DraftRow, RequestAcceptance
 from vllm_tokentiming.engine.interface import DraftedTokens, DraftEngine, DraftRequest
 from vllm_tokentiming.errors import UnencodableTextError
 from vllm_tokentiming.metrics import Metrics
-from vllm_tokentiming.pair import BoundaryObserver
-from vllm_tokentiming.policy import FORCED, Arm, RequestPolicy
+from vllm_tokentiming.policy import FORCED
 from vllm_tokentiming.proposal_modes import ProposalMode
 from vllm_tokentiming.repeats import Repeat, RepeatAcceptance, RequestRepeats
+from vllm_tokentiming.requests import Candidate, Proposed, RequestState, TargetRequest
 from vllm_tokentiming.transfer.interface import Draft, Proposals
-from vllm_tokentiming.vocabulary import DraftContext
-
-
-class TargetRequest(NamedTuple):
-    """One request of the target's batch. A named tuple, as all that is made for each request in each cycle.
-
-    Attributes:
-        request_id: key of all state.
-        owner: the object that stands for this life of the request; an id that comes back with another owner is a new
-            request.
-        ids_in_target_vocab: int32 [L], prompt and output so far. A view: valid during the call only.
-        max_proposal: most tokens to propose; 0 where the target's prefill is unfinished, which may still warm the
-            draft.
-        temperature: the request's; 0 is greedy.
-        seed: of the draft's stream for this request, or None.
-        checks_values: something looks at the proposed values before the verifier does (structured output drops what its
-            grammar forbids), so only point masses are lossless.
-    """
-
-    request_id: str
-    owner: object
-    ids_in_target_vocab: npt.NDArray[np.int32]
-    max_proposal: int
-    temperature: float
-    seed: int | None = None
-    checks_values: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _RequestState:
-    """What is kept of a request between cycles."""
-
-    owner: object
-    context: DraftContext
-    policy: RequestPolicy
-    acceptance: RequestAcceptance
-    observer: BoundaryObserver | None
-    repeats: RequestRepeats
-    num_stable: int = 0
-    """Leading ids of the context that the engine has seen and that have not changed since."""
-    given_up: str | None = None
-    """Why the request goes on without speculation for good."""
-    proposal: _Proposed | None = None
-    """The last one, of which the next cycle tells how much was accepted; None where there was none."""
-
-
-class _Candidate(NamedTuple):
-    """A request that drafts, repeats its own text, or warms its cache, in this cycle."""
-
-    place: int
-    request: TargetRequest
-    state: _RequestState
-    arm: Arm
-    row: DraftRow
-    repeat: Repeat | None = None
-
-
-class _Proposed(NamedTuple):
-    """A proposal that the verifier has not answered yet."""
-
-    num_tokens: int
-    known_tokens: int
-    candidate: _Candidate
-    appended: Repeat | None
-    """Its last tokens, where they repeat the text after a draft."""
 
 
 class Pipeline:
@@ -115,7 +46,7 @@ class Pipeline:
         self._length = length
         self._metrics = metrics
         self._repeats = repeats
-        self._states: dict[str, _RequestState] = {}
+        self._states: dict[str, RequestState] = {}
 
     @property
     def num_requests(self) -> int:
@@ -193,7 +124,7 @@ class Pipeline:
 
     def _candidates(
         self, requests: Sequence[TargetRequest | None], *, allow_rows: bool, speculates: bool
-    ) -> list[_Candidate]:
+    ) -> list[Candidate]:
         candidates = []
         for index, request in enumerate(requests):
             if request is None:
@@ -204,7 +135,7 @@ class Pipeline:
             repeat = self._repeat(request, state, speculates=speculates)
             if repeat is not None:
                 row = DraftRow(acceptance=state.acceptance, max_steps=0, sampled=False)
-                candidates.append(_Candidate(index, request, state, FORCED, row, repeat))
+                candidates.append(Candidate(index, request, state, FORCED, row, repeat))
                 continue
             # With a seed, output must not depend on who else is served, nor on what takes how long.
             if not speculates and not state.acceptance.alone:
@@ -228,13 +159,13 @@ class Pipeline:
                 max_steps=self._length.most_steps(request.max_proposal),
                 sampled=arm.sharpening > 0,
             )
-            candidates.append(_Candidate(index, request, state, arm, row))
+            candidates.append(Candidate(index, request, state, arm, row))
         if not any(candidate.request.max_proposal > 0 for candidate in candidates):
             # Warming alone is worth a pass only while a long prompt is being read.
             return [c for c in candidates if len(c.state.context.ids) - c.state.num_stable > 1]
         return candidates
 
-    def _without_costly_repeats(self, candidates: list[_Candidate]) -> list[_Candidate]:
+    def _without_costly_repeats(self, candidates: list[Candidate]) -> list[Candidate]:
         """Where nothing is drafted, repeats pay for the pass that verifies them, or go; those of a seed always stay."""
         if self._repeats is None:
             return candidates
@@ -247,7 +178,7 @@ class Pipeline:
             self._metrics.silent("not_worthwhile")
         return [c for c in candidates if c.repeat is None or c.state.acceptance.alone]
 
-    def _state_of(self, request: TargetRequest) -> _RequestState:
+    def _state_of(self, request: TargetRequest) -> RequestState:
         state = self._states.get(request.request_id)
         if state is not None and (
             state.owner is not request.owner
@@ -256,7 +187,7 @@ class Pipeline:
             self.release(request.request_id)
             state = None
         if state is None:
-            state = self._states[request.request_id] = _RequestState(
+            state = self._states[request.request_id] = RequestState(
                 owner=request.owner,
                 context=self._mode.new_context(),
                 policy=self._mode.new_policy(alone=request.seed is not None),
@@ -266,7 +197,7 @@ class Pipeline:
             )
         return state
 
-    def _learn(self, request: TargetRequest, state: _RequestState) -> None:
+    def _learn(self, request: TargetRequest, state: RequestState) -> None:
         """What the verifier made of the last proposal."""
         if state.proposal is None:
             return
@@ -284,7 +215,7 @@ class Pipeline:
         state.policy.observe(candidate.arm, accepted)
         self._length.observe_row(candidate.row, accepted_tokens=accepted, num_proposed=proposed)
 
-    def _repeat(self, request: TargetRequest, state: _RequestState, *, speculates: bool) -> Repeat | None:
+    def _repeat(self, request: TargetRequest, state: RequestState, *, speculates: bool) -> Repeat | None:
         """What followed the same words earlier in the text, where that is likelier to pay than a draft."""
         if self._repeats is None:
             return None
@@ -295,7 +226,7 @@ class Pipeline:
         worth = self._length.worth(state.acceptance, speculates=speculates)
         return repeat if self._repeats.expected(repeat, alone=state.acceptance.alone) > worth else None
 
-    def _commit(self, request: TargetRequest, state: _RequestState) -> bool:
+    def _commit(self, request: TargetRequest, state: RequestState) -> bool:
         """Bring the context up to date; False where the request cannot go on with speculation."""
         if state.given_up is not None:
             self._metrics.silent(state.given_up)
@@ -320,12 +251,12 @@ class Pipeline:
         state.num_stable = min(state.num_stable, state.context.num_stable)
         return True
 
-    def _give_up(self, request: TargetRequest, state: _RequestState, reason: str) -> None:
+    def _give_up(self, request: TargetRequest, state: RequestState, reason: str) -> None:
         state.given_up = reason
         self._engine.release(request.request_id)
         self._metrics.silent(reason)
 
-    def _draft_all(self, candidates: Sequence[_Candidate]) -> list[DraftedTokens]:
+    def _draft_all(self, candidates: Sequence[Candidate]) -> list[DraftedTokens]:
         requests = [
             # By place: keywords double the time that it takes.
             DraftRequest(
@@ -367,7 +298,7 @@ class Pipeline:
                     self._metrics.warn_once("proposal_failed", "a draft could not be made a proposal", exc_info=True)
             return self._mode.proposals(drafts)
 
-    def _repeats_after(self, candidates: Sequence[_Candidate], proposals: Proposals) -> dict[int, Repeat]:
+    def _repeats_after(self, candidates: Sequence[Candidate], proposals: Proposals) -> dict[int, Repeat]:
         """What followed earlier in the text where it went like its end and the draft's proposal, by place."""
         repeats: dict[int, Repeat] = {}
         if self._repeats is None:
@@ -385,7 +316,7 @@ class Pipeline:
 
     def _remember(
         self,
-        candidates: Sequence[_Candidate],
+        candidates: Sequence[Candidate],
         drafts: Sequence[Draft],
         proposals: Proposals,
         appended: dict[int, Repeat],
@@ -403,7 +334,7 @@ class Pipeline:
                     is_repeat=candidate.repeat is not None,
                 )
                 known = len(candidate.request.ids_in_target_vocab)
-                candidate.state.proposal = _Proposed(count, known, candidate, repeat)
+                candidate.state.proposal = Proposed(count, known, candidate, repeat)
             elif drafted:
                 self._metrics.silent("no_proxy_tokens")
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vllm_tokentiming.pipeline import TargetRequest
+from vllm_tokentiming.requests import TargetRequest
 
 
 class BatchReader:
