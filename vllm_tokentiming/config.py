@@ -68,7 +68,8 @@ class TokenTimingConfig:
         True, "draft fewer tokens, or none, where they do not pay; false: num_draft_tokens in every cycle"
     )
     repeats: bool = _option(
-        True, "propose what followed the same words earlier in the request, where that is likelier to pay"
+        True,
+        "propose what followed the same words earlier in the request, for a draft or after it, where that pays",
     )
     window_radius: int = _option(8, "Sakoe-Chiba radius of the alignment, cells (paper: 8 is best)")
     transfer: TransferMode = _option(
