@@ -80,6 +80,18 @@ def test_tiny_pairs(target, draft, data):
     check_stream(target, draft, data.draw(target_streams(target)))
 
 
+def test_an_added_token_stays_whole_beside_a_character_that_cannot_be_written():
+    """The draft has "<think>", but no token for ">" alone."""
+    target, draft = tiny("byte_level"), tiny("few_bytes")
+    (think,) = draft.encode(b"<think>")
+    for before in (b">", b"> ", b"<think>>"):
+        ids = target.encode(before + b"<think>")
+        check_stream(target, draft, [[token] for token in ids])
+        context = DraftContext(target, draft, paired(target, draft))
+        context.commit(ids)
+        assert context.ids[-1] == think
+
+
 @pytest.mark.real_tokenizers
 @pytest.mark.parametrize(("target", "draft"), [*list(itertools.permutations(REAL, 2)), ("qwen3", "qwen3")])
 @settings(max_examples=4 * FUZZ, deadline=None, suppress_health_check=list(HealthCheck))

@@ -65,6 +65,8 @@ class ExactEncoder:
         self._known: dict[bytes, Ids] = {}
         self._known_partial: dict[bytes, tuple[Ids, int]] = {}
         self._character_ok: dict[str, bool] = {}
+        added = (token["content"] for token in source.spec.get("added_tokens") or () if not token["special"])
+        self._literals = sorted(filter(None, added), key=len, reverse=True)  # the longest one matches
         self._space_mark: str | None = None
         pre_tokenized = source.kind is TokenizerKind.BYTE_LEVEL and any(
             part["type"] != "ByteLevel" or part.get("use_regex", True)
@@ -191,8 +193,7 @@ class ExactEncoder:
         Tried on pairs of this vocabulary's own pieces: that its pre-tokenizer keeps words whole, and that none of them
         means something else to it.
         """
-        added = [token["content"] for token in source.spec.get("added_tokens") or () if not token["special"]]
-        if any(content.strip(f" {SPACE_MARK}").isalpha() for content in added):
+        if any(literal.strip(f" {SPACE_MARK}").isalpha() for literal in self._literals):
             return None  # it would be matched inside of words
         mark = "\u0120" if source.kind is TokenizerKind.BYTE_LEVEL else SPACE_MARK
         rng = random.Random(0)  # noqa: S311 - equal on every rank, and nothing secret
@@ -255,7 +256,10 @@ class ExactEncoder:
         wrong = [char for char in dict.fromkeys(text) if not self._checks_out(char)]
         parts = [text]
         if wrong:
-            parts = [part for part in re.split("([" + re.escape("".join(wrong)) + "])", text) if part]
+            # An added token such as "<think>" may hold a character that has no token of its own.
+            literals = [literal for literal in self._literals if literal in text and self._checked(literal.encode())]
+            divider = "|".join(map(re.escape, [*literals, *wrong]))
+            parts = [part for part in re.split(f"({divider})", text) if part]
         trusted: list[str] = []
         for part in parts:
             if len(part) == 1 or self._checked(part.encode()) is not None:
