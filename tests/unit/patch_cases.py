@@ -16,8 +16,10 @@ current_platform.import_kernels()
 current_platform.register_triton_kernel_overrides()
 
 from vllm import SamplingParams  # noqa: E402
+from vllm.model_executor.layers import utils as layers  # noqa: E402
 from vllm.v1.sample import rejection_sampler  # noqa: E402 - binds the kernels registered above
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality  # noqa: E402
+from vllm.v1.sample.ops import penalties  # noqa: E402
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder  # noqa: E402
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # noqa: E402
 
@@ -131,6 +133,25 @@ def draws() -> object:
     ]
 
 
+def counted() -> object:
+    """Whether penalties count every entry of the vocabulary; and what they leave of a token that was said twice."""
+    stock, calls = layers.get_token_bin_counts_and_mask, []
+
+    def get_token_bin_counts_and_mask(*args: object) -> object:
+        calls.append(args)
+        return stock(*args)
+
+    layers.get_token_bin_counts_and_mask = get_token_bin_counts_and_mask
+    half, one = torch.tensor([0.5]), torch.tensor([1.0])
+    try:
+        logits = penalties.apply_all_penalties(
+            torch.full((1, 4), 4.0), torch.tensor([[1]]), one, half, 2 * one, [[2, 2]]
+        )
+    finally:
+        layers.get_token_bin_counts_and_mask = stock
+    return [len(calls), logits.tolist()]
+
+
 def budget() -> object:
     """Three requests without proposals; the last one's budget is spent. The largest logit of each row, then and after
     one step more, when its thinking has ended."""
@@ -178,7 +199,7 @@ if "patched" in sys.argv:
     assert again == [], again
 
 results: dict[str, object] = {"applied": applied}
-for case in (expand, top_k, rewind, padding, numbers, draws, budget, inherited):
+for case in (expand, top_k, rewind, padding, numbers, draws, counted, budget, inherited):
     try:
         results[case.__name__] = case()
     except (RuntimeError, IndexError, NotImplementedError) as error:

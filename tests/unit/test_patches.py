@@ -21,6 +21,7 @@ WORKING = {
     "padding": [[2, -1]],
     "numbers": False,
     "draws": [[3, 60], [3, 60]],
+    "counted": [0, [[4.0, 2.0, 0.0, 4.0]]],
     "budget": [[3, 3, 2], [3, 3, 3]],
     "inherited": [[0, 2], []],
 }
@@ -57,6 +58,7 @@ def test_every_fault_was_found_by_its_probe():
         "generator rewind",
         "block verification",
         "drawing by one number",
+        "penalties of seen tokens",
         "thinking budget without proposals",
         "thinking budget of finished requests",
     ]

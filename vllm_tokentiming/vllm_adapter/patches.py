@@ -1,9 +1,9 @@
 """Faults of stock vLLM that stand in our way, each mended behind a probe that shows the fault.
 
 A patch is applied only where its probe finds the fault, so a vLLM that mends it needs no change here; "block
-verification" and "drawing by one number" are put in place on every CPU, for their own sake too. All concern every
-speculative method, not only ours, and most of them CPU without triton-cpu alone (vLLM 0.32; all but these two were
-looked at in 0.33's source and are unchanged there).
+verification", "drawing by one number" and "penalties of seen tokens" are put in place on every CPU, for their own sake
+too. All concern every speculative method, not only ours, and most of them CPU without triton-cpu alone (vLLM 0.32; all
+but these three were looked at in 0.33's source and are unchanged there).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from vllm_tokentiming.vllm_adapter import verification
+from vllm_tokentiming.vllm_adapter import penalties, verification
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +177,18 @@ def _mend_draws() -> None:
     torch.ops._C.fused_gumbel_argmax = verification.draw_by_seed  # type: ignore[attr-defined]
 
 
+def _every_entry_is_counted() -> bool:
+    from vllm.v1.sample.ops import penalties as stock
+
+    return stock.apply_penalties is not penalties.apply_penalties
+
+
+def _mend_penalties() -> None:
+    from vllm.v1.sample.ops import penalties as stock
+
+    stock.apply_penalties = penalties.apply_penalties
+
+
 def _spent_budget(*, row: int) -> Any:
     """What vLLM keeps of thinking budgets, in a batch of two with the one of ``row`` spent."""
     from vllm import SamplingParams
@@ -283,6 +295,15 @@ PATCHES: tuple[Patch, ...] = (
         removal="when it takes no longer than inverting the running sum of the probabilities",
         is_needed=_every_entry_is_hashed,
         apply=_mend_draws,
+    ),
+    Patch(
+        name="penalties of seen tokens",
+        symptom="repetition, presence and frequency penalties take milliseconds for every row of a batch, also for one "
+        "that is to follow proposals and is thrown away where one of them is rejected",
+        cause="apply_penalties counts every entry of the vocabulary and writes every logit",
+        removal="when it touches the tokens of the prompt and the output alone",
+        is_needed=_every_entry_is_counted,
+        apply=_mend_penalties,
     ),
     Patch(
         name="thinking budget without proposals",
