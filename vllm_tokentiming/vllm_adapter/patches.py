@@ -298,8 +298,8 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="penalties of seen tokens",
-        symptom="repetition, presence and frequency penalties take milliseconds for every row of a batch, also for one "
-        "that is to follow proposals and is thrown away where one of them is rejected",
+        symptom="repetition, presence and frequency penalties take 0.8 to 1 ms for every row (152,000 logits), also "
+        "for one that is to follow proposals and is thrown away where one of them is rejected",
         cause="apply_penalties counts every entry of the vocabulary and writes every logit",
         removal="when it touches the tokens of the prompt and the output alone",
         is_needed=_every_entry_is_counted,
