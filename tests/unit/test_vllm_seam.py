@@ -34,6 +34,8 @@ SIGNATURES = {
     "vllm.v1.sample.rejection_sampler:apply_sampling_constraints": "logits cu_num_draft_tokens sampling_metadata",
     "vllm.v1.sample.rejection_sampler:rejection_sample": "draft_token_ids num_draft_tokens max_spec_len "
     "cu_num_draft_tokens draft_probs target_logits bonus_token_ids sampling_metadata",
+    "vllm.model_executor.layers.utils:apply_penalties": "logits prompt_tokens_tensor output_tokens_tensor "
+    "presence_penalties frequency_penalties repetition_penalties",
     "vllm.v1.sample.thinking_budget_state:ThinkingBudgetStateHolder.apply_to_logits": "self logits predict_bonus_token "
     "spec_token_ids",
     "vllm.v1.sample.thinking_budget_state:ThinkingBudgetStateHolder.sync_batch": "self batch_update",
@@ -102,7 +104,7 @@ def test_signatures_have_what_is_passed(place):
     parameters = list(inspect.signature(found).parameters)
     wanted = SIGNATURES[place].split()
     # What is passed by position must stand first, in this order; the rest is passed by name.
-    by_position = 8 if path == "rejection_sample" else 1
+    by_position = {"rejection_sample": 8, "apply_penalties": 6}.get(path, 1)
     assert parameters[:by_position] == wanted[:by_position]
     assert set(wanted) <= set(parameters), f"{place} has {parameters}"
 
