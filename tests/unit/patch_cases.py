@@ -19,7 +19,7 @@ from vllm import SamplingParams  # noqa: E402
 from vllm.model_executor.layers import utils as layers  # noqa: E402
 from vllm.v1.sample import rejection_sampler  # noqa: E402 - binds the kernels registered above
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality  # noqa: E402
-from vllm.v1.sample.ops import penalties  # noqa: E402
+from vllm.v1.sample.ops import penalties, topk_topp_sampler  # noqa: E402
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder  # noqa: E402
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # noqa: E402
 
@@ -50,6 +50,26 @@ def top_k() -> object:
     return list(
         rejection_sampler.apply_sampling_constraints(nothing, torch.tensor([0], dtype=torch.int32), metadata).shape
     )
+
+
+def sorted_entries() -> object:
+    """Whether top-p sorts every entry of the vocabulary; and what it leaves, with top-k and without."""
+    stock, calls = torch.Tensor.sort, []
+
+    def sort(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
+        calls.append(tensor.shape)
+        return stock(tensor, *args, **kwargs)
+
+    torch.Tensor.sort = sort
+    p = torch.tensor([0.9])
+    try:
+        left = [
+            topk_topp_sampler.apply_top_k_top_p(torch.tensor([[0.0, 4.0, 4.5, 5.0]]), k, p).isfinite().nonzero()[:, 1]
+            for k in (torch.tensor([2], dtype=torch.int32), None)
+        ]
+    finally:
+        torch.Tensor.sort = stock
+    return [len(calls), [tokens.tolist() for tokens in left]]
 
 
 def draw(runner: GPUModelRunner, *_args: object) -> list[float]:
@@ -199,7 +219,7 @@ if "patched" in sys.argv:
     assert again == [], again
 
 results: dict[str, object] = {"applied": applied}
-for case in (expand, top_k, rewind, padding, numbers, draws, counted, budget, inherited):
+for case in (expand, top_k, sorted_entries, rewind, padding, numbers, draws, counted, budget, inherited):
     try:
         results[case.__name__] = case()
     except (RuntimeError, IndexError, NotImplementedError) as error:

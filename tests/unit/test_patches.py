@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the faults ar
 WORKING = {
     "expand": [0.5, 1.0, 1.0],
     "top_k": [0, 8],
+    "sorted_entries": [0, [[2, 3], [1, 2, 3]]],
     "rewind": {"discarded draw comes again": True, "other draw goes on": True, "rows": [0, 1]},
     "padding": [[2, -1]],
     "numbers": False,
@@ -54,7 +55,7 @@ def test_the_patch_mends_it(case):
 def test_every_fault_was_found_by_its_probe():
     assert outcomes("patched")["applied"] == [
         "expand_batch_to_tokens",
-        "apply_sampling_constraints",
+        "top-k and top-p of candidates",
         "generator rewind",
         "block verification",
         "drawing by one number",

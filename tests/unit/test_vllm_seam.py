@@ -31,7 +31,7 @@ SIGNATURES = {
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample": "self",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync": "self",
     "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens": "x cu_num_tokens num_tokens replace_from replace_to",
-    "vllm.v1.sample.rejection_sampler:apply_sampling_constraints": "logits cu_num_draft_tokens sampling_metadata",
+    "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p_pytorch": "logits k p allow_cpu_sync",
     "vllm.v1.sample.rejection_sampler:rejection_sample": "draft_token_ids num_draft_tokens max_spec_len "
     "cu_num_draft_tokens draft_probs target_logits bonus_token_ids sampling_metadata",
     "vllm.model_executor.layers.utils:apply_penalties": "logits prompt_tokens_tensor output_tokens_tensor "
@@ -104,7 +104,7 @@ def test_signatures_have_what_is_passed(place):
     parameters = list(inspect.signature(found).parameters)
     wanted = SIGNATURES[place].split()
     # What is passed by position must stand first, in this order; the rest is passed by name.
-    by_position = {"rejection_sample": 8, "apply_penalties": 6}.get(path, 1)
+    by_position = {"rejection_sample": 8, "apply_penalties": 6, "apply_top_k_top_p_pytorch": 3}.get(path, 1)
     assert parameters[:by_position] == wanted[:by_position]
     assert set(wanted) <= set(parameters), f"{place} has {parameters}"
 
