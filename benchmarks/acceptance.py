@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.engine_worker import difference, model_runner, prompt_ids, speculation_counters
 from benchmarks.prompts import FIVE_TASKS, load_prompts
 from benchmarks.provenance import provenance, without_folders
+from benchmarks.run import sampling_of
 from vllm_tokentiming.vllm_adapter.verification import limits, residual_laws
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=1, help="generations of each prompt")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0])
+    parser.add_argument("--sampling", type=json.loads, default={}, metavar="JSON", help="as of benchmarks.run")
     parser.add_argument("--num-speculative-tokens", type=int, default=4)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--draft-options", type=json.loads, default={}, help="plugin options of all configurations")
@@ -197,7 +199,7 @@ def measure(
     tokenizer = llm.get_tokenizer()
     # All at once: a large batch makes the most of the machine.
     prompts = load_prompts(arguments.prompts, tasks=arguments.tasks, per_task=arguments.per_task)
-    params = SamplingParams(n=1, temperature=temperature, max_tokens=arguments.max_tokens, ignore_eos=True)
+    params = SamplingParams(**sampling_of(arguments, temperature, max_tokens=arguments.max_tokens))
     inputs = [{"prompt_token_ids": prompt_ids(tokenizer, p.text)} for p in prompts for _ in range(arguments.samples)]
     tasks = [p.task for p in prompts for _ in range(arguments.samples)]
     before = speculation_counters(llm)

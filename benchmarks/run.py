@@ -112,6 +112,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
     parser.add_argument(
+        "--sampling",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help='further fields of vLLM\'s SamplingParams, such as {"top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1}',
+    )
+    parser.add_argument(
         "--baseline-temperature",
         type=float,
         help="measure the system without speculation at this temperature only, to save time; sampled, its passes are a "
@@ -162,15 +169,24 @@ def parse_systems(arguments: argparse.Namespace) -> list[System]:
     """The systems of the command line.
 
     Raises:
-        ValueError: one of them is none, or cannot take turns.
+        ValueError: one of them is none, or cannot take turns or the settings of sampling.
     """
     systems = [
         parse_system(text, draft=arguments.draft, num_speculative_tokens=arguments.num_speculative_tokens)
         for text in arguments.systems
     ]
-    if arguments.alternate is not None and any(system.worker != VLLM_WORKER for system in systems):
-        raise ValueError("--alternate: only systems of vLLM take turns; Hugging Face's generate whole batches")
+    if any(system.worker != VLLM_WORKER for system in systems):
+        if arguments.alternate is not None:
+            raise ValueError("--alternate: only systems of vLLM take turns; Hugging Face's generate whole batches")
+        if arguments.sampling:
+            raise ValueError("--sampling: only systems of vLLM take these fields; measure Hugging Face's without")
     return systems
+
+
+def sampling_of(arguments: argparse.Namespace, temperature: float, *, max_tokens: int) -> dict[str, Any]:
+    """Fields of vLLM's ``SamplingParams``."""
+    # All systems generate the same number of tokens, so that seconds compare.
+    return {**arguments.sampling, "temperature": temperature, "max_tokens": max_tokens, "ignore_eos": True}
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -211,14 +227,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         for engine in engines:
             # Long enough that every kernel shape of the run has been seen.
             for size, temperature in itertools.product(arguments.batch, arguments.temperatures):
-                engine.measure([prompts[0].text] * size, _sampling(temperature, 32))
+                engine.measure([prompts[0].text] * size, sampling_of(arguments, temperature, max_tokens=32))
         turns = [(size, batch) for size in arguments.batch for batch in batches(prompts, size)]
         for turn, (size, batch) in enumerate(turns):
             for temperature in arguments.temperatures:
                 in_order = [engines[(turn + place) % len(engines)] for place in range(len(engines))]
                 if arguments.baseline_temperature not in (None, temperature):
                     in_order = [engine for engine in in_order if engine.system.name != BASELINE]
-                texts, sampling = [prompt.text for prompt in batch], _sampling(temperature, arguments.max_tokens)
+                texts = [prompt.text for prompt in batch]
+                sampling = sampling_of(arguments, temperature, max_tokens=arguments.max_tokens)
                 answers = measure(in_order, texts, sampling, alternate=arguments.alternate)
                 for engine, answer in zip(in_order, answers, strict=True):
                     records.append(
@@ -238,11 +255,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         for engine in engines:
             engine.close()
     return document()
-
-
-def _sampling(temperature: float, max_tokens: int) -> dict[str, Any]:
-    # All systems generate the same number of tokens, so that seconds compare.
-    return {"temperature": temperature, "max_tokens": max_tokens, "ignore_eos": True}
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.engine_worker import model_runner, prompt_ids
 from benchmarks.prompts import FIVE_TASKS, load_prompts
 from benchmarks.provenance import provenance, without_folders
+from benchmarks.run import sampling_of
 
 FORMAT = 1
 OURS = ("context", "proposal", "rows")
@@ -37,6 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--per-task", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--sampling", type=json.loads, default={}, metavar="JSON", help="as of benchmarks.run")
     parser.add_argument("--num-speculative-tokens", type=int, default=8)
     parser.add_argument("--draft-options", type=json.loads, default={}, help="further plugin options")
     parser.add_argument("--enforce-eager", action="store_true")
@@ -88,12 +90,11 @@ class StepClock:
         return timed
 
 
-def measure(llm: Any, clock: StepClock, prompt_ids: list[int], *, temperature: float, max_tokens: int) -> Counter[str]:
+def measure(llm: Any, clock: StepClock, prompt_ids: list[int], sampling: dict[str, Any]) -> Counter[str]:
     """Seconds by part of one request's decoding, with its cycles and tokens."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
-    llm.llm_engine.add_request("measured", {"prompt_token_ids": prompt_ids}, params)
+    llm.llm_engine.add_request("measured", {"prompt_token_ids": prompt_ids}, SamplingParams(**sampling))
     sums: Counter[str] = Counter()
     tokens = 0
     while llm.llm_engine.has_unfinished_requests():
@@ -131,11 +132,13 @@ def main() -> None:
     clock, tokenizer = StepClock(llm), llm.get_tokenizer()
     prompts = load_prompts(arguments.prompts, tasks=arguments.tasks, per_task=arguments.per_task)
     records = []
-    measure(llm, clock, prompt_ids(tokenizer, prompts[0].text), temperature=0.0, max_tokens=32)  # warm-up
+    warm_up = sampling_of(arguments, 0.0, max_tokens=32)
+    measure(llm, clock, prompt_ids(tokenizer, prompts[0].text), warm_up)
     for temperature in arguments.temperatures:
+        sampling = sampling_of(arguments, temperature, max_tokens=arguments.max_tokens)
         for prompt in prompts:
             ids = prompt_ids(tokenizer, prompt.text)
-            sums = measure(llm, clock, ids, temperature=temperature, max_tokens=arguments.max_tokens)
+            sums = measure(llm, clock, ids, sampling)
             records.append({"temperature": temperature, "task": prompt.task, "question_id": prompt.question_id, **sums})
     document = {
         "format": FORMAT,

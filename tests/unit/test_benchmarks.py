@@ -14,7 +14,7 @@ from benchmarks.first_token import ADDED, cut_prompts
 from benchmarks.micro.alignment import WINDOW_RADIUS, compiled, path_cost, plain_dtw
 from benchmarks.micro.alignment_peers import peers
 from benchmarks.prompts import Prompt, load_prompts
-from benchmarks.run import Engine, batches, parse_systems
+from benchmarks.run import Engine, batches, parse_systems, sampling_of
 from benchmarks.run import measure as run_measure
 from benchmarks.systems import parse_system
 from benchmarks.time_shares import PARTS, shares
@@ -403,9 +403,25 @@ def test_engines_take_turns_until_all_have_finished():
     assert asked == [("long", "whole"), ("short", "whole")]
 
 
-def test_hugging_faces_generation_takes_no_turns_within_a_batch():
-    arguments = SimpleNamespace(systems=["none", "hf"], draft="draft", num_speculative_tokens=4, alternate=2.0)
+def test_hugging_faces_generation_takes_no_turns_within_a_batch_and_no_fields_of_vllms_sampling():
+    arguments = SimpleNamespace(
+        systems=["none", "hf"], draft="draft", num_speculative_tokens=4, alternate=2.0, sampling={}
+    )
     with pytest.raises(ValueError, match="--alternate: only systems of vLLM take turns"):
         parse_systems(arguments)
     arguments.alternate = None
     assert [system.name for system in parse_systems(arguments)] == ["none", "HF assisted"]
+    arguments.sampling = {"top_p": 0.8}
+    with pytest.raises(ValueError, match="--sampling: only systems of vLLM"):
+        parse_systems(arguments)
+
+
+def test_sampling_of_a_run_is_what_all_systems_get():
+    arguments = SimpleNamespace(sampling={"top_p": 0.8, "top_k": 20})
+    assert sampling_of(arguments, 0.7, max_tokens=9) == {
+        "temperature": 0.7,
+        "max_tokens": 9,
+        "ignore_eos": True,
+        "top_p": 0.8,
+        "top_k": 20,
+    }
