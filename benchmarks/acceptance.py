@@ -26,10 +26,9 @@ from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.engine_worker import difference, model_runner, prompt_ids, speculation_counters
+from benchmarks.engine_worker import difference, model_runner, prompt_ids, sampling_fields, speculation_counters
 from benchmarks.prompts import FIVE_TASKS, load_prompts
 from benchmarks.provenance import provenance, without_folders
-from benchmarks.run import sampling_of
 from vllm_tokentiming.vllm_adapter.verification import limits, residual_laws
 
 if TYPE_CHECKING:
@@ -199,7 +198,8 @@ def measure(
     tokenizer = llm.get_tokenizer()
     # All at once: a large batch makes the most of the machine.
     prompts = load_prompts(arguments.prompts, tasks=arguments.tasks, per_task=arguments.per_task)
-    params = SamplingParams(**sampling_of(arguments, temperature, max_tokens=arguments.max_tokens))
+    fields = sampling_fields(arguments.sampling, temperature=temperature, max_tokens=arguments.max_tokens)
+    params = SamplingParams(**fields)
     inputs = [{"prompt_token_ids": prompt_ids(tokenizer, p.text)} for p in prompts for _ in range(arguments.samples)]
     tasks = [p.task for p in prompts for _ in range(arguments.samples)]
     before = speculation_counters(llm)

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 COUNTERS = {
@@ -25,6 +25,11 @@ COUNTERS = {
 def model_runner(llm: Any) -> Any:
     """The runner of an engine in this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``)."""
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def sampling_fields(further: Mapping[str, Any], *, temperature: float, max_tokens: int) -> dict[str, Any]:
+    """Fields of vLLM's ``SamplingParams``, under which every system generates as many tokens: seconds compare."""
+    return {**further, "temperature": temperature, "max_tokens": max_tokens, "ignore_eos": True}
 
 
 def speculation_counters(llm: Any) -> dict[str, Any]:

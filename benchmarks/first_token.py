@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.engine_worker import sampling_fields
 from benchmarks.prompts import load_prompts
 from benchmarks.provenance import provenance, without_folders
 from benchmarks.run import Engine
@@ -77,7 +78,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     token_ids = AutoTokenizer.from_pretrained(arguments.target).encode("\n\n".join(prompt.text for prompt in texts))
     # The first ones are for warming up.
     pieces = cut_prompts(token_ids, arguments.lengths, repeats=arguments.repeats + 1)
-    sampling = {"temperature": 0.0, "max_tokens": arguments.max_tokens, "ignore_eos": True}
+    sampling = sampling_fields({}, temperature=0.0, max_tokens=arguments.max_tokens)
     shared = {
         "model": arguments.target,
         "dtype": arguments.dtype,

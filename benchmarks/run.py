@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engine_worker import sampling_fields
 from benchmarks.prompts import FIVE_TASKS, Prompt, load_prompts
 from benchmarks.provenance import provenance, without_folders
 from benchmarks.systems import BASELINE, VLLM_WORKER, System, parse_system
@@ -183,12 +184,6 @@ def parse_systems(arguments: argparse.Namespace) -> list[System]:
     return systems
 
 
-def sampling_of(arguments: argparse.Namespace, temperature: float, *, max_tokens: int) -> dict[str, Any]:
-    """Fields of vLLM's ``SamplingParams``."""
-    # All systems generate the same number of tokens, so that seconds compare.
-    return {**arguments.sampling, "temperature": temperature, "max_tokens": max_tokens, "ignore_eos": True}
-
-
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure everything, writing the JSON document as it grows; returns it."""
     systems = parse_systems(arguments)
@@ -227,7 +222,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         for engine in engines:
             # Long enough that every kernel shape of the run has been seen.
             for size, temperature in itertools.product(arguments.batch, arguments.temperatures):
-                engine.measure([prompts[0].text] * size, sampling_of(arguments, temperature, max_tokens=32))
+                engine.measure(
+                    [prompts[0].text] * size,
+                    sampling_fields(arguments.sampling, temperature=temperature, max_tokens=32),
+                )
         turns = [(size, batch) for size in arguments.batch for batch in batches(prompts, size)]
         for turn, (size, batch) in enumerate(turns):
             for temperature in arguments.temperatures:
@@ -235,7 +233,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 if arguments.baseline_temperature not in (None, temperature):
                     in_order = [engine for engine in in_order if engine.system.name != BASELINE]
                 texts = [prompt.text for prompt in batch]
-                sampling = sampling_of(arguments, temperature, max_tokens=arguments.max_tokens)
+                sampling = sampling_fields(arguments.sampling, temperature=temperature, max_tokens=arguments.max_tokens)
                 answers = measure(in_order, texts, sampling, alternate=arguments.alternate)
                 for engine, answer in zip(in_order, answers, strict=True):
                     records.append(

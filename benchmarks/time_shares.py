@@ -17,10 +17,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine_worker import model_runner, prompt_ids
+from benchmarks.engine_worker import model_runner, prompt_ids, sampling_fields
 from benchmarks.prompts import FIVE_TASKS, load_prompts
 from benchmarks.provenance import provenance, without_folders
-from benchmarks.run import sampling_of
 
 FORMAT = 1
 OURS = ("context", "proposal", "rows")
@@ -132,10 +131,10 @@ def main() -> None:
     clock, tokenizer = StepClock(llm), llm.get_tokenizer()
     prompts = load_prompts(arguments.prompts, tasks=arguments.tasks, per_task=arguments.per_task)
     records = []
-    warm_up = sampling_of(arguments, 0.0, max_tokens=32)
+    warm_up = sampling_fields(arguments.sampling, temperature=0.0, max_tokens=32)
     measure(llm, clock, prompt_ids(tokenizer, prompts[0].text), warm_up)
     for temperature in arguments.temperatures:
-        sampling = sampling_of(arguments, temperature, max_tokens=arguments.max_tokens)
+        sampling = sampling_fields(arguments.sampling, temperature=temperature, max_tokens=arguments.max_tokens)
         for prompt in prompts:
             ids = prompt_ids(tokenizer, prompt.text)
             sums = measure(llm, clock, ids, sampling)

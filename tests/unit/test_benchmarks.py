@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.compare import acceptance, merge, outputs_equal, print_tables, speed_ups
-from benchmarks.engine_worker import Step, WorkClock, answer, while_full
+from benchmarks.engine_worker import Step, WorkClock, answer, sampling_fields, while_full
 from benchmarks.first_token import ADDED, cut_prompts
 from benchmarks.micro.alignment import WINDOW_RADIUS, compiled, path_cost, plain_dtw
 from benchmarks.micro.alignment_peers import peers
 from benchmarks.prompts import Prompt, load_prompts
-from benchmarks.run import Engine, batches, parse_systems, sampling_of
+from benchmarks.run import Engine, batches, parse_systems
 from benchmarks.run import measure as run_measure
 from benchmarks.systems import parse_system
 from benchmarks.time_shares import PARTS, shares
@@ -417,8 +417,7 @@ def test_hugging_faces_generation_takes_no_turns_within_a_batch_and_no_fields_of
 
 
 def test_sampling_of_a_run_is_what_all_systems_get():
-    arguments = SimpleNamespace(sampling={"top_p": 0.8, "top_k": 20})
-    assert sampling_of(arguments, 0.7, max_tokens=9) == {
+    assert sampling_fields({"top_p": 0.8, "top_k": 20}, temperature=0.7, max_tokens=9) == {
         "temperature": 0.7,
         "max_tokens": 9,
         "ignore_eos": True,
