@@ -26,7 +26,14 @@ from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.engine_worker import difference, model_runner, prompt_ids, sampling_fields, speculation_counters
+from benchmarks.engine_worker import (
+    difference,
+    further_sampling,
+    model_runner,
+    prompt_ids,
+    sampling_fields,
+    speculation_counters,
+)
 from benchmarks.prompts import FIVE_TASKS, load_prompts
 from benchmarks.provenance import provenance, without_folders
 from vllm_tokentiming.vllm_adapter.verification import limits, residual_laws
@@ -48,7 +55,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=1, help="generations of each prompt")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0])
-    parser.add_argument("--sampling", type=json.loads, default={}, metavar="JSON", help="as of benchmarks.run")
+    parser.add_argument("--sampling", type=further_sampling, default={}, metavar="JSON", help="as of benchmarks.run")
     parser.add_argument("--num-speculative-tokens", type=int, default=4)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--draft-options", type=json.loads, default={}, help="plugin options of all configurations")

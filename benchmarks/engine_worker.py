@@ -6,6 +6,7 @@ hits all alike.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -21,10 +22,40 @@ COUNTERS = {
     "vllm:spec_decode_num_accepted_tokens_per_pos": "accepted_per_position",
 }
 
+SAMPLING_EXAMPLE = '{"top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1}'
+
+SET_ELSEWHERE = {
+    "temperature": "give --temperatures",
+    "max_tokens": "give --max-tokens",
+    "ignore_eos": "every system generates as many tokens, so that their seconds compare",
+}
+"""Fields of ``SamplingParams`` that ``--sampling`` may not hold, and why."""
+
 
 def model_runner(llm: Any) -> Any:
     """The runner of an engine in this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``)."""
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def further_sampling(text: str) -> dict[str, Any]:
+    """What ``--sampling`` takes.
+
+    Raises:
+        ArgumentTypeError: it is no JSON object, or has a field that another option or the benchmark sets.
+    """
+    try:
+        fields = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not JSON: {error}; write for example {SAMPLING_EXAMPLE}"
+        ) from error
+    if not isinstance(fields, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object; write for example {SAMPLING_EXAMPLE}")
+    if taken := sorted(fields.keys() & SET_ELSEWHERE.keys()):
+        raise argparse.ArgumentTypeError(
+            "; ".join(f"{field!r} does not belong here: {SET_ELSEWHERE[field]}" for field in taken)
+        )
+    return fields
 
 
 def sampling_fields(further: Mapping[str, Any], *, temperature: float, max_tokens: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine_worker import sampling_fields
+from benchmarks.engine_worker import SAMPLING_EXAMPLE, further_sampling, sampling_fields
 from benchmarks.prompts import FIVE_TASKS, Prompt, load_prompts
 from benchmarks.provenance import provenance, without_folders
 from benchmarks.systems import BASELINE, VLLM_WORKER, System, parse_system
@@ -114,10 +114,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
     parser.add_argument(
         "--sampling",
-        type=json.loads,
+        type=further_sampling,
         default={},
         metavar="JSON",
-        help='further fields of vLLM\'s SamplingParams, such as {"top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1}',
+        help=f"further fields of vLLM's SamplingParams, such as {SAMPLING_EXAMPLE}",
     )
     parser.add_argument(
         "--baseline-temperature",

@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine_worker import model_runner, prompt_ids, sampling_fields
+from benchmarks.engine_worker import further_sampling, model_runner, prompt_ids, sampling_fields
 from benchmarks.prompts import FIVE_TASKS, load_prompts
 from benchmarks.provenance import provenance, without_folders
 
@@ -37,7 +37,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--per-task", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--sampling", type=json.loads, default={}, metavar="JSON", help="as of benchmarks.run")
+    parser.add_argument("--sampling", type=further_sampling, default={}, metavar="JSON", help="as of benchmarks.run")
     parser.add_argument("--num-speculative-tokens", type=int, default=8)
     parser.add_argument("--draft-options", type=json.loads, default={}, help="further plugin options")
     parser.add_argument("--enforce-eager", action="store_true")

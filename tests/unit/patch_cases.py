@@ -4,6 +4,7 @@ our patches."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 from types import SimpleNamespace
@@ -18,9 +19,12 @@ current_platform.register_triton_kernel_overrides()
 from vllm import SamplingParams  # noqa: E402
 from vllm.model_executor.layers import utils as layers  # noqa: E402
 from vllm.v1.sample import rejection_sampler  # noqa: E402 - binds the kernels registered above
-from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality  # noqa: E402
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors, MoveDirectionality  # noqa: E402
+from vllm.v1.sample.metadata import SamplingMetadata  # noqa: E402
 from vllm.v1.sample.ops import penalties, topk_topp_sampler  # noqa: E402
+from vllm.v1.sample.sampler import Sampler  # noqa: E402
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder  # noqa: E402
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata  # noqa: E402
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # noqa: E402
 
 
@@ -143,6 +147,28 @@ def numbers() -> object:
     return torch.equal(seeded.get_state(), by_size.get_state())
 
 
+def bonus() -> object:
+    """How often the sampler is asked for the token after proposals that are rejected; and what comes of them."""
+    asked = 0
+
+    class Counting(Sampler):
+        def forward(self, *args: object, **kwargs: object) -> object:
+            nonlocal asked
+            asked += 1
+            return super().forward(*args, **kwargs)
+
+    metadata = SpecDecodeMetadata.make_dummy([[1, 1]], torch.device("cpu"))
+    metadata.target_logits_indices, metadata.bonus_logits_indices = torch.tensor([0, 1]), torch.tensor([2])
+    logits = torch.tensor([[0.0, 2.0, 1.0], [0.0, 1.0, 2.0], [2.0, 0.0, 1.0]])
+    greedy = SamplingMetadata(
+        **dict.fromkeys(field.name for field in dataclasses.fields(SamplingMetadata))
+        | {"all_greedy": True, "all_random": False, "no_penalties": True, "bad_words_token_ids": {}}
+        | {"logitsprocs": LogitsProcessors(), "generators": {}, "output_token_ids": [[]]}
+    )
+    output = rejection_sampler.RejectionSampler(Counting())(metadata, None, logits, greedy)
+    return [asked, output.sampled_token_ids.tolist()]
+
+
 def draws() -> object:
     """Whether drawing a token looks at one number: two tokens of the same probability, and a seed at each end."""
     logits = torch.full((2, 64), -torch.inf)
@@ -219,7 +245,7 @@ if "patched" in sys.argv:
     assert again == [], again
 
 results: dict[str, object] = {"applied": applied}
-for case in (expand, top_k, sorted_entries, rewind, padding, numbers, draws, counted, budget, inherited):
+for case in (expand, top_k, sorted_entries, rewind, padding, numbers, bonus, draws, counted, budget, inherited):
     try:
         results[case.__name__] = case()
     except (RuntimeError, IndexError, NotImplementedError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.compare import acceptance, merge, outputs_equal, print_tables, speed_ups
-from benchmarks.engine_worker import Step, WorkClock, answer, sampling_fields, while_full
+from benchmarks.engine_worker import Step, WorkClock, answer, further_sampling, sampling_fields, while_full
 from benchmarks.first_token import ADDED, cut_prompts
 from benchmarks.micro.alignment import WINDOW_RADIUS, compiled, path_cost, plain_dtw
 from benchmarks.micro.alignment_peers import peers
@@ -414,6 +415,25 @@ def test_hugging_faces_generation_takes_no_turns_within_a_batch_and_no_fields_of
     arguments.sampling = {"top_p": 0.8}
     with pytest.raises(ValueError, match="--sampling: only systems of vLLM"):
         parse_systems(arguments)
+
+
+def test_further_sampling_is_a_json_object():
+    assert further_sampling('{"top_p": 0.8, "top_k": 20}') == {"top_p": 0.8, "top_k": 20}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"temperature": 0.7, "top_p": 0.8}', "'temperature' does not belong here: give --temperatures"),
+        ('{"max_tokens": 9}', "give --max-tokens"),
+        ('{"ignore_eos": false}', "as many tokens"),
+        ("[0.8]", "is no JSON object"),
+        ("top_p=0.8", "is not JSON"),
+    ],
+)
+def test_further_sampling_that_would_be_overridden_is_refused(text: str, message: str):
+    with pytest.raises(argparse.ArgumentTypeError, match=message):
+        further_sampling(text)
 
 
 def test_sampling_of_a_run_is_what_all_systems_get():

@@ -1,9 +1,10 @@
 """Faults of stock vLLM that stand in our way, each mended behind a probe that shows the fault.
 
 A patch is applied only where its probe finds the fault, so a vLLM that mends it needs no change here; "block
-verification", "drawing by one number", "penalties of seen tokens" and "top-k and top-p of candidates" are put in place
-on every CPU, for their own sake too. All concern every speculative method, not only ours, and most of them CPU without
-triton-cpu alone (vLLM 0.32; all but these four were looked at in 0.33's source and are unchanged there).
+verification", "direct verification", "drawing by one number", "penalties of seen tokens" and "top-k and top-p of
+candidates" are put in place on every CPU, for their own sake too. All concern every speculative method, not only ours,
+and most of them CPU without triton-cpu alone (vLLM 0.32; all but these five were looked at in 0.33's source and are
+unchanged there).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from vllm_tokentiming.vllm_adapter import penalties, top_k_top_p, verification
+from vllm_tokentiming.vllm_adapter import direct_verification, penalties, top_k_top_p, verification
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +155,31 @@ def _mend_verification() -> None:
     rejection_sampler.rejection_sample = verification.rejection_sample
 
 
+def _bonus_tokens_are_always_drawn() -> bool:
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+
+    return not getattr(RejectionSampler.forward, "_tokentiming", False)
+
+
+def _mend_copies() -> None:
+    from vllm.v1.outputs import SamplerOutput
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+
+    stock = RejectionSampler.forward
+
+    @functools.wraps(stock)
+    def forward(
+        self: Any, metadata: Any, draft_probs: torch.Tensor | None, logits: torch.Tensor, sampling_metadata: Any
+    ) -> Any:
+        if not direct_verification.applies(self, logits, sampling_metadata):
+            return stock(self, metadata, draft_probs, logits, sampling_metadata)
+        token_ids = direct_verification.verify(metadata, draft_probs, logits, sampling_metadata)
+        return SamplerOutput(sampled_token_ids=token_ids, logprobs_tensors=None)
+
+    forward._tokentiming = True  # type: ignore[attr-defined]
+    RejectionSampler.forward = forward
+
+
 def _every_entry_is_hashed() -> bool:
     stock = getattr(torch.ops._C, "fused_gumbel_argmax", None)
     return stock is not None and stock is not verification.draw_by_seed
@@ -275,6 +301,16 @@ PATCHES: tuple[Patch, ...] = (
         removal="when rejection_sample_method=block works on CPU, without these two faults",
         is_needed=_tokens_are_judged_alone,
         apply=_mend_verification,
+    ),
+    Patch(
+        name="direct verification",
+        symptom="a step that verifies copies the logits of every proposed token twice or thrice, and samples a bonus "
+        "token for every request, also where a proposed one is rejected: TODO",
+        cause="RejectionSampler.forward keeps raw logits for logprobs that nobody has asked for, and calls the sampler "
+        "before it verifies",
+        removal="when it copies no logits and draws bonus tokens where they are needed",
+        is_needed=_bonus_tokens_are_always_drawn,
+        apply=_mend_copies,
     ),
     Patch(
         name="drawing by one number",

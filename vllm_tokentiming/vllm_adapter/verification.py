@@ -9,7 +9,7 @@ are needed only where all is accepted, are drawn likewise. Owns nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Final
 
@@ -57,35 +57,76 @@ def rejection_sample(  # noqa: PLR0917 - vLLM's signature
     """
     starts = list(accumulate(num_draft_tokens, initial=0))
     ids, bonus = draft_token_ids.tolist(), bonus_token_ids.flatten().tolist()
+    is_greedy = greedy_requests(sampling_metadata, len(num_draft_tokens))
+    outcomes = [(0, PLACEHOLDER)] * len(num_draft_tokens)
+    if not all(is_greedy):
+        outcomes = [
+            (accepted, bonus[row] if accepted == num_draft_tokens[row] else other)
+            for row, (accepted, other) in enumerate(
+                judge_blocks(ids, starts, draft_probs, target_logits, sampling_metadata.generators)
+            )
+        ]
+    if any(is_greedy):
+        # NumPy's argmax takes a quarter of torch's time, and also finds the first of equals.
+        likeliest = target_logits.numpy().argmax(axis=-1).tolist()
+        for row, (start, end) in enumerate(pairwise(starts)):
+            if is_greedy[row]:
+                outcomes[row] = judge_greedily(ids[start:end], [*likeliest[start:end], bonus[row]])
+    return output_ids(ids, starts, outcomes, max_spec_len)
+
+
+def greedy_requests(sampling_metadata: Any, count: int) -> list[bool]:
+    """Which of the first ``count`` requests are at temperature 0."""
     if sampling_metadata.all_greedy:
-        is_greedy = [True] * len(num_draft_tokens)
-    else:
-        is_greedy = (sampling_metadata.temperature[: len(num_draft_tokens)] == 0).tolist()
-    # NumPy's argmax takes a quarter of torch's time, and also finds the first of equals.
-    likeliest = target_logits.numpy().argmax(axis=-1).tolist() if any(is_greedy) else []
-    judged = (
-        [] if all(is_greedy) else _judge_blocks(ids, starts, draft_probs, target_logits, sampling_metadata.generators)
-    )
-    output = np.full((len(num_draft_tokens), max_spec_len + 1), PLACEHOLDER, dtype=np.int32)
-    for row, (start, end) in enumerate(pairwise(starts)):
-        if is_greedy[row]:
-            accepted = next((i for i in range(end - start) if ids[start + i] != likeliest[start + i]), end - start)
-            other = likeliest[start + accepted] if accepted < end - start else PLACEHOLDER
-        else:
-            accepted, other = judged[row]
+        return [True] * count
+    greedy: list[bool] = (sampling_metadata.temperature[:count] == 0).tolist()
+    return greedy
+
+
+def judge_greedily(ids: Sequence[int], likeliest: Iterable[int]) -> tuple[int, int]:
+    """How many of a request's tokens are the likeliest ones, and the one that follows them.
+
+    Args:
+        ids: [tokens].
+        likeliest: [tokens + 1], the target's; not asked for beyond the first that differs.
+    """
+    return next((i, found) for i, found in enumerate(likeliest) if i == len(ids) or ids[i] != found)
+
+
+def output_ids(
+    ids: Sequence[int], starts: Sequence[int], outcomes: Sequence[tuple[int, int]], max_spec_len: int
+) -> torch.Tensor:
+    """What vLLM's runner reads: int32 [requests, max_spec_len + 1].
+
+    Args:
+        ids: [proposed tokens].
+        starts: where each request's tokens start, and the end of the last one's.
+        outcomes: of each request how many tokens stand, and the one after them.
+        max_spec_len: the most that a request may have.
+    """
+    output = np.full((len(outcomes), max_spec_len + 1), PLACEHOLDER, dtype=np.int32)
+    for row, (start, (accepted, after)) in enumerate(zip(starts, outcomes, strict=False)):
         output[row, :accepted] = ids[start : start + accepted]
-        output[row, accepted] = bonus[row] if accepted == end - start else other
+        output[row, accepted] = after
     return torch.from_numpy(output)
 
 
-def _judge_blocks(
+def judge_blocks(
     ids: list[int],
     starts: list[int],
     draft_probs: torch.Tensor | None,
     target_logits: torch.Tensor,
     generators: dict[int, torch.Generator],
 ) -> list[tuple[int, int]]:
-    """For each request: how many of its tokens stand, and the token that takes the next one's place."""
+    """For each request: how many of its tokens stand, and the token that takes the next one's place.
+
+    Args:
+        ids: int [proposed tokens].
+        starts: where each request's tokens start, and the end of the last one's.
+        draft_probs: float32 [proposed tokens, target vocabulary], or None.
+        target_logits: float32 [proposed tokens, target vocabulary], of what is sampled.
+        generators: of the requests with seeds.
+    """
     from vllm.v1.sample.rejection_sampler import generate_uniform_probs
 
     counts = [end - start for start, end in pairwise(starts)]
@@ -95,25 +136,22 @@ def _judge_blocks(
         if row < len(counts) and counts[row]:  # the generators of others stay as they are
             numbers[row].uniform_(generator=generator)
     target_probs = target_logits.softmax(dim=-1, dtype=torch.float32)
-    weights, residuals = residual_laws(ids, starts, draft_probs, target_probs)
-    masses = residuals.sum(dim=-1).tolist()
-    accepted = [
-        accepted_length(limits(weights[start + row : end + row + 1], masses[start:end]), chances[start:end])
-        for row, (start, end) in enumerate(pairwise(starts))
-    ]
+    standing, limits = block_limits(ids, starts, draft_probs, target_probs)
+    accepted = [accepted_length(limits[row], chances[start:end]) for row, (start, end) in enumerate(pairwise(starts))]
     rejecting = [row for row, count in enumerate(counts) if accepted[row] < count]
+    residuals = residual_laws(
+        {starts[row] + accepted[row]: standing[row][accepted[row]] for row in rejecting}, ids, draft_probs, target_probs
+    )
     others = [PLACEHOLDER] * len(counts)
-    for row, token in zip(
-        rejecting, draw(residuals[[starts[row] + accepted[row] for row in rejecting]], numbers[rejecting]), strict=True
-    ):
+    for row, token in zip(rejecting, draw(residuals, numbers[rejecting]), strict=True):
         others[row] = token
     return list(zip(accepted, others, strict=True))
 
 
-def residual_laws(
+def block_limits(
     ids: Sequence[int], starts: Sequence[int], draft_probs: torch.Tensor | None, target_probs: torch.Tensor
-) -> tuple[list[float], torch.Tensor]:
-    """What is left of the target's laws for the tokens that take proposed ones' places.
+) -> tuple[list[list[float]], list[list[float]]]:
+    """What decides how many tokens stand.
 
     Args:
         ids: int [proposed tokens].
@@ -122,43 +160,65 @@ def residual_laws(
         target_probs: float32 [proposed tokens, target vocabulary].
 
     Returns:
-        For each request the chance that its first i tokens stand, i = 0 … their number (the paper's p_i), all in one
-        list; and float32 [proposed tokens, target vocabulary], max(p_i · target - draft, 0), not normalised.
+        For each request the chance that its first i tokens stand given the tokens, i = 0 … their number (the paper's
+        p_i); and below which a uniform number lets them stand, i = 1 … their number (h_i, equation 5).
     """
-    device = target_probs.device
-    proposed = torch.tensor(ids, dtype=torch.long, device=device).unsqueeze(-1)
-    safe = proposed.clamp(min=0)
-    target_at = target_probs.gather(1, safe).flatten().tolist()
-    draft_at = draft_probs.gather(1, safe).flatten().tolist() if draft_probs is not None else [1.0] * len(ids)
-    weights, before = [], []
+    standing = _chances_to_stand(ids, starts, draft_probs, target_probs)
+    inner = {
+        place: chances[place - start]
+        for chances, (start, end) in zip(standing, pairwise(starts), strict=True)
+        for place in range(start + 1, end)
+    }
+    masses = iter(residual_laws(inner, ids, draft_probs, target_probs).sum(dim=-1).tolist())
+    limits = []
+    for _, *chances in standing:
+        limits.append([_limit(chance, next(masses)) for chance in chances[:-1]] + chances[-1:])
+    return standing, limits
+
+
+def _chances_to_stand(
+    ids: Sequence[int], starts: Sequence[int], draft_probs: torch.Tensor | None, target_probs: torch.Tensor
+) -> list[list[float]]:
+    proposed = torch.tensor(ids, dtype=torch.long, device=target_probs.device).clamp_(min=0).unsqueeze(-1)
+    target_at = target_probs.gather(1, proposed).flatten().tolist()
+    draft_at = draft_probs.gather(1, proposed).flatten().tolist() if draft_probs is not None else [1.0] * len(ids)
+    standing = []
     for start, end in pairwise(starts):
-        weight = 1.0
-        weights.append(weight)
+        chances = [1.0]
         for i in range(start, end):
-            before.append(weight)
             possible = ids[i] >= 0 and draft_at[i] > 0.0 and target_at[i] > 0.0  # false where it is not a number
-            weight = min(1.0, weight * target_at[i] / draft_at[i]) if possible else 0.0
-            weights.append(weight)
-    residuals = target_probs * torch.tensor(before, dtype=torch.float32, device=device).unsqueeze(-1)
-    if draft_probs is not None:
-        residuals.sub_(draft_probs).clamp_(min=0.0)
-    else:
-        residuals.scatter_(1, safe, residuals.gather(1, safe).masked_fill_(proposed >= 0, 0.0))
-    return weights, residuals
+            chances.append(min(1.0, chances[-1] * target_at[i] / draft_at[i]) if possible else 0.0)
+        standing.append(chances)
+    return standing
 
 
-def limits(weights: Sequence[float], masses: Sequence[float]) -> list[float]:
-    """Below which a uniform number lets the first i tokens of one request stand, i = 1 … their number (equation 5).
+def _limit(chance: float, mass: float) -> float:
+    """Equation 5; ``mass``: of the residual law after the tokens that stand with this chance."""
+    return mass / (mass + 1.0 - chance) if mass > 0.0 else 0.0
+
+
+def residual_laws(
+    chances: Mapping[int, float], ids: Sequence[int], draft_probs: torch.Tensor | None, target_probs: torch.Tensor
+) -> torch.Tensor:
+    """What is left of the target's laws for the tokens that take proposed ones' places.
 
     Args:
-        weights: [tokens + 1], p_0 …
-        masses: [tokens], the sums of its residual laws.
+        chances: of the places that are asked for, among the proposed tokens, the chance that all before stand.
+        ids: int [proposed tokens].
+        draft_probs: float32 [proposed tokens, target vocabulary], or None.
+        target_probs: float32 [proposed tokens, target vocabulary].
+
+    Returns:
+        float32 [places, target vocabulary], max(chance · target - draft, 0), not normalised.
     """
-    inner = [
-        mass / (mass + 1.0 - weight) if mass > 0.0 else 0.0
-        for weight, mass in zip(weights[1:], masses[1:], strict=False)
-    ]
-    return [*inner, weights[-1]] if masses else []
+    places, device = list(chances), target_probs.device
+    residuals = target_probs[places] * torch.tensor(list(chances.values()), device=device).unsqueeze(-1)
+    if draft_probs is not None:
+        return residuals.sub_(draft_probs[places]).clamp_(min=0.0)
+    for residual, place in zip(residuals, places, strict=True):
+        if ids[place] >= 0:
+            residual[ids[place]] = 0.0
+    return residuals
 
 
 def accepted_length(limits: Sequence[float], chances: Sequence[float]) -> int:
