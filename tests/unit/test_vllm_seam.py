@@ -7,6 +7,7 @@ or wraps, and vLLM's runner still calls the proposer as the proposer expects.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -34,6 +35,9 @@ SIGNATURES = {
     "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p_pytorch": "logits k p allow_cpu_sync",
     "vllm.v1.sample.rejection_sampler:rejection_sample": "draft_token_ids num_draft_tokens max_spec_len "
     "cu_num_draft_tokens draft_probs target_logits bonus_token_ids sampling_metadata",
+    "vllm.v1.sample.rejection_sampler:RejectionSampler.forward": "self metadata draft_probs logits sampling_metadata",
+    "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": "draft_token_ids num_draft_tokens target_logits_indices "
+    "bonus_logits_indices",
     "vllm.model_executor.layers.utils:apply_penalties": "logits prompt_tokens_tensor output_tokens_tensor "
     "presence_penalties frequency_penalties repetition_penalties",
     "vllm.v1.sample.thinking_budget_state:ThinkingBudgetStateHolder.apply_to_logits": "self logits predict_bonus_token "
@@ -104,9 +108,28 @@ def test_signatures_have_what_is_passed(place):
     parameters = list(inspect.signature(found).parameters)
     wanted = SIGNATURES[place].split()
     # What is passed by position must stand first, in this order; the rest is passed by name.
-    by_position = {"rejection_sample": 8, "apply_penalties": 6, "apply_top_k_top_p_pytorch": 3}.get(path, 1)
+    by_position = {
+        "rejection_sample": 8,
+        "apply_penalties": 6,
+        "RejectionSampler.forward": 5,
+        "apply_top_k_top_p_pytorch": 3,
+    }.get(path, 1)
     assert parameters[:by_position] == wanted[:by_position]
     assert set(wanted) <= set(parameters), f"{place} has {parameters}"
+
+
+def test_nothing_new_changes_the_logits_of_a_batch():
+    """Direct verification stands aside for each of these; what a new field asks for, it would leave out."""
+    from vllm.v1.sample.metadata import SamplingMetadata
+
+    harmless = "temperature all_greedy all_random generators output_token_ids spec_token_ids prompt_token_ids"
+    penalties = "no_penalties frequency_penalties presence_penalties repetition_penalties"
+    looked_at = (
+        "top_p top_k max_num_logprobs logprob_token_ids allowed_token_ids_mask bad_words_token_ids logitsprocs "
+        "thinking_budget_state_holder"
+    )
+    known = f"{harmless} {penalties} {looked_at}".split()
+    assert sorted(field.name for field in dataclasses.fields(SamplingMetadata)) == sorted(known)
 
 
 def test_the_runner_calls_a_custom_proposer_as_ours_is_called():

@@ -105,7 +105,7 @@ def _judge_sampled(
     )
     complete = [request for request, (accepted, _) in enumerate(outcomes) if accepted == counts[request]]
     if complete:
-        bonus_logits = _cooled(logits[metadata.bonus_logits_indices[complete]], temperatures[complete])
+        bonus_logits = _cooled(logits.index_select(0, metadata.bonus_logits_indices[complete]), temperatures[complete])
         for request, token in zip(
             complete, verification.draw_by_seed(bonus_logits, seeds[complete]).tolist(), strict=True
         ):

@@ -9,7 +9,7 @@ are needed only where all is accepted, are drawn likewise. Owns nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Final
 
@@ -121,11 +121,11 @@ def judge_blocks(
     """For each request: how many of its tokens stand, and the token that takes the next one's place.
 
     Args:
-        ids: int [proposed tokens].
+        ids: int [proposed tokens]; below 0 is padding.
         starts: where each request's tokens start, and the end of the last one's.
         draft_probs: float32 [proposed tokens, target vocabulary], or None.
-        target_logits: float32 [proposed tokens, target vocabulary], of what is sampled.
-        generators: of the requests with seeds.
+        target_logits: float32 [proposed tokens, target vocabulary], after temperature.
+        generators: of the requests that have seeds.
     """
     from vllm.v1.sample.rejection_sampler import generate_uniform_probs
 
@@ -136,22 +136,25 @@ def judge_blocks(
         if row < len(counts) and counts[row]:  # the generators of others stay as they are
             numbers[row].uniform_(generator=generator)
     target_probs = target_logits.softmax(dim=-1, dtype=torch.float32)
-    standing, limits = block_limits(ids, starts, draft_probs, target_probs)
-    accepted = [accepted_length(limits[row], chances[start:end]) for row, (start, end) in enumerate(pairwise(starts))]
+    weights, residuals = residual_laws(ids, starts, draft_probs, target_probs)
+    masses = residuals.sum(dim=-1).tolist()
+    accepted = [
+        accepted_length(limits(weights[start + row : end + row + 1], masses[start:end]), chances[start:end])
+        for row, (start, end) in enumerate(pairwise(starts))
+    ]
     rejecting = [row for row, count in enumerate(counts) if accepted[row] < count]
-    residuals = residual_laws(
-        {starts[row] + accepted[row]: standing[row][accepted[row]] for row in rejecting}, ids, draft_probs, target_probs
-    )
     others = [PLACEHOLDER] * len(counts)
-    for row, token in zip(rejecting, draw(residuals, numbers[rejecting]), strict=True):
+    # Rows by index_select: it copies them whole, where an index in brackets looks at each number.
+    places = torch.tensor([starts[row] + accepted[row] for row in rejecting], dtype=torch.long)
+    for row, token in zip(rejecting, draw(residuals.index_select(0, places), numbers[rejecting]), strict=True):
         others[row] = token
     return list(zip(accepted, others, strict=True))
 
 
-def block_limits(
+def residual_laws(
     ids: Sequence[int], starts: Sequence[int], draft_probs: torch.Tensor | None, target_probs: torch.Tensor
-) -> tuple[list[list[float]], list[list[float]]]:
-    """What decides how many tokens stand.
+) -> tuple[list[float], torch.Tensor]:
+    """What is left of the target's laws for the tokens that take proposed ones' places.
 
     Args:
         ids: int [proposed tokens].
@@ -160,65 +163,43 @@ def block_limits(
         target_probs: float32 [proposed tokens, target vocabulary].
 
     Returns:
-        For each request the chance that its first i tokens stand given the tokens, i = 0 … their number (the paper's
-        p_i); and below which a uniform number lets them stand, i = 1 … their number (h_i, equation 5).
+        For each request the chance that its first i tokens stand, i = 0 … their number (the paper's p_i), all in one
+        list; and float32 [proposed tokens, target vocabulary], max(p_i · target - draft, 0), not normalised.
     """
-    standing = _chances_to_stand(ids, starts, draft_probs, target_probs)
-    inner = {
-        place: chances[place - start]
-        for chances, (start, end) in zip(standing, pairwise(starts), strict=True)
-        for place in range(start + 1, end)
-    }
-    masses = iter(residual_laws(inner, ids, draft_probs, target_probs).sum(dim=-1).tolist())
-    limits = []
-    for _, *chances in standing:
-        limits.append([_limit(chance, next(masses)) for chance in chances[:-1]] + chances[-1:])
-    return standing, limits
-
-
-def _chances_to_stand(
-    ids: Sequence[int], starts: Sequence[int], draft_probs: torch.Tensor | None, target_probs: torch.Tensor
-) -> list[list[float]]:
-    proposed = torch.tensor(ids, dtype=torch.long, device=target_probs.device).clamp_(min=0).unsqueeze(-1)
-    target_at = target_probs.gather(1, proposed).flatten().tolist()
-    draft_at = draft_probs.gather(1, proposed).flatten().tolist() if draft_probs is not None else [1.0] * len(ids)
-    standing = []
+    device = target_probs.device
+    proposed = torch.tensor(ids, dtype=torch.long, device=device).unsqueeze(-1)
+    safe = proposed.clamp(min=0)
+    target_at = target_probs.gather(1, safe).flatten().tolist()
+    draft_at = draft_probs.gather(1, safe).flatten().tolist() if draft_probs is not None else [1.0] * len(ids)
+    weights, before = [], []
     for start, end in pairwise(starts):
-        chances = [1.0]
+        weight = 1.0
+        weights.append(weight)
         for i in range(start, end):
+            before.append(weight)
             possible = ids[i] >= 0 and draft_at[i] > 0.0 and target_at[i] > 0.0  # false where it is not a number
-            chances.append(min(1.0, chances[-1] * target_at[i] / draft_at[i]) if possible else 0.0)
-        standing.append(chances)
-    return standing
+            weight = min(1.0, weight * target_at[i] / draft_at[i]) if possible else 0.0
+            weights.append(weight)
+    residuals = target_probs * torch.tensor(before, dtype=torch.float32, device=device).unsqueeze(-1)
+    if draft_probs is not None:
+        residuals.sub_(draft_probs).clamp_(min=0.0)
+    else:
+        residuals.scatter_(1, safe, residuals.gather(1, safe).masked_fill_(proposed >= 0, 0.0))
+    return weights, residuals
 
 
-def _limit(chance: float, mass: float) -> float:
-    """Equation 5; ``mass``: of the residual law after the tokens that stand with this chance."""
-    return mass / (mass + 1.0 - chance) if mass > 0.0 else 0.0
-
-
-def residual_laws(
-    chances: Mapping[int, float], ids: Sequence[int], draft_probs: torch.Tensor | None, target_probs: torch.Tensor
-) -> torch.Tensor:
-    """What is left of the target's laws for the tokens that take proposed ones' places.
+def limits(weights: Sequence[float], masses: Sequence[float]) -> list[float]:
+    """Below which a uniform number lets the first i tokens of one request stand, i = 1 … their number (equation 5).
 
     Args:
-        chances: of the places that are asked for, among the proposed tokens, the chance that all before stand.
-        ids: int [proposed tokens].
-        draft_probs: float32 [proposed tokens, target vocabulary], or None.
-        target_probs: float32 [proposed tokens, target vocabulary].
-
-    Returns:
-        float32 [places, target vocabulary], max(chance · target - draft, 0), not normalised.
+        weights: [tokens + 1], p_0 …
+        masses: [tokens], the sums of its residual laws.
     """
-    places, device = list(chances), target_probs.device
-    residuals = target_probs[places] * torch.tensor(list(chances.values()), device=device).unsqueeze(-1)
-    if draft_probs is not None:
-        return residuals.sub_(draft_probs[places]).clamp_(min=0.0)
-    for residual, place in zip(residuals, places, strict=True):
-        if ids[place] >= 0:
-            residual[ids[place]] = 0.0
-    return residuals
+    inner = [
+        mass / (mass + 1.0 - weight) if mass > 0.0 else 0.0
+        for weight, mass in zip(weights[1:], masses[1:], strict=False)
+    ]
+    return [*inner, weights[-1]] if masses else []
 
 
 def accepted_length(limits: Sequence[float], chances: Sequence[float]) -> int:
