@@ -98,7 +98,7 @@ def _judge_sampled(
     temperatures = torch.where(temperatures == 0, 1.0, temperatures)
     seeds = _bonus_seeds(len(counts), generators)  # first, as vLLM draws them
     target_logits = _cooled(
-        logits[metadata.target_logits_indices], temperatures.repeat_interleave(torch.tensor(counts))
+        logits.index_select(0, metadata.target_logits_indices), temperatures.repeat_interleave(torch.tensor(counts))
     )
     outcomes = verification.judge_blocks(
         metadata.draft_token_ids.tolist(), starts, draft_probs, target_logits, generators
